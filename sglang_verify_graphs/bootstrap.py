@@ -1,0 +1,27 @@
+"""Run by the wheel's ``.pth`` at interpreter start, only where the feature was asked for.
+
+SGLang loads no plugins in some processes (Ray actors, old releases) and loads none at all that a
+``SGLANG_PLUGINS`` whitelist leaves out. This road makes sure that the wrappers are applied in the
+first case, and that the second ends with a message instead of a server without the feature.
+"""
+
+from __future__ import annotations
+
+
+def _on_import(module: object) -> None:
+    from sglang_verify_graphs.install import refuse_whitelist
+    from sglang_verify_graphs.plugin import load
+
+    refuse_whitelist()
+    load()
+
+
+def _bootstrap() -> None:
+    try:
+        from wrapt import register_post_import_hook
+    except ImportError:
+        return  # a build environment: nothing of SGLang is imported there
+    register_post_import_hook(_on_import, "sglang.srt")
+
+
+_bootstrap()

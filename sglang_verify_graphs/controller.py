@@ -1,0 +1,223 @@
+"""Builds the states of every draft step count before traffic, and switches between them after.
+
+SGLang asks an ``adaptive_controller`` at the head of each decode round which step count to use. This
+class takes that seat on a stock ``EAGLEWorkerV2``: upstream builds the states, we apply them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sglang_verify_graphs.buckets import CapturePlan, WidthPlan
+from sglang_verify_graphs.compat.engine import SGLangEngine, StepState
+from sglang_verify_graphs.errors import CaptureError
+from sglang_verify_graphs.gate import Decision, Phase, RejectReason, VerifyGate
+from sglang_verify_graphs.metrics import Counters
+from sglang_verify_graphs.policy import Policy
+from sglang_verify_graphs.rounds import RoundTimer
+from sglang_verify_graphs.runner import VerifyGraphRunner
+
+logger = logging.getLogger("sglang_verify_graphs")
+
+MEMORY_MARGIN_GB = 1.0
+"""Device memory left free for activations of eager and prefill forwards."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What one width cost: all its graphs (verify, draft, draft extend) and attention backends."""
+
+    draft_steps: int
+    batches: tuple[int, ...]
+    seconds: float
+    gb: float
+
+
+class DraftStepsController:
+    """One per rank. Every rank sees the same rounds, so every rank switches alike."""
+
+    def __init__(
+        self, engine: SGLangEngine, plan: CapturePlan, policy: Policy, *,
+        memory_gb: float | None = None, observe: bool = False,
+    ) -> None:  # fmt: skip
+        self.engine = engine
+        self.plan = plan
+        self.policy = policy
+        self.observe = observe
+        self.captured: list[Captured] = []
+        self.states: dict[int, StepState] = {}
+        self.replaced = False
+        self._memory_gb = memory_gb
+        self._current = engine.worker.speculative_num_steps
+        self._router: VerifyGraphRunner | None = None
+        self._eager_phases: dict[int, tuple[tuple[Phase, Decision], ...]] = {}
+        self._apply: Callable[[StepState], None] | None = None
+        self.timer = RoundTimer(engine.model_runner.device)
+        self.counters = Counters((), log=False)
+
+    # -- start-up: called by EAGLEWorkerV2.init_cuda_graphs ----------------------------------------
+
+    def register(self, state: Any, steps: int | None = None) -> None:
+        """Take over the state that SGLang built at start-up: the configured step count."""
+        start = self.engine.start_up_state()
+        self.states[start.draft_steps] = start
+
+    def init_states(self, cuda_graph_bs: list[int] | None = None) -> None:
+        """Build the narrower states, widest first, each within the memory all ranks have left."""
+        if self.observe:
+            return
+        gb, seconds = self.engine.graph_usage()
+        first = self.plan.widths[0]
+        self._record(first, seconds, self.engine.largest(gb))
+        used = 0.0
+        for width in self.plan.widths[1:]:
+            fitted = self._fit(width, used)
+            self.plan = self.plan.replace_width(fitted)
+            if not fitted.batches:
+                continue
+            before, started = self.engine.free_gb(), time.perf_counter()
+            self.states[width.draft_steps] = self._build(fitted)
+            taken = before - self.engine.free_gb()
+            self._record(fitted, time.perf_counter() - started, taken)
+            used += max(taken, 0.0)
+        self._log_dropped(self.captured[0].gb / len(first.batches))
+
+    def _fit(self, width: WidthPlan, used_gb: float) -> WidthPlan:
+        last = self.captured[-1]
+        per_graph = max(last.gb, 0.0) / len(last.batches)
+        free = self.engine.free_gb() - MEMORY_MARGIN_GB
+        if self._memory_gb is not None:
+            free = min(free, self._memory_gb - used_gb)
+        return width.fit(int(free * 2**30), per_graph * 2**30)
+
+    def _log_dropped(self, gb_per_graph: float) -> None:
+        dropped = {w.draft_steps: list(w.dropped) for w in self.plan.widths if w.dropped}
+        if dropped and self.engine.tp_rank() == 0:
+            logger.warning(
+                "[verify-graphs] %s: no memory for draft_steps: batches %s (about %.3f GiB a graph, "
+                "%s); %s",
+                RejectReason.MEMORY_BUDGET.value, dropped, gb_per_graph,
+                f"budget {self._memory_gb} GiB" if self._memory_gb else
+                f"{self.engine.free_gb():.1f} GiB free",
+                RejectReason.MEMORY_BUDGET.advice,
+            )  # fmt: skip
+
+    def _build(self, width: WidthPlan) -> StepState:
+        try:
+            state = self.engine.build_state(width.draft_steps, width.batches)
+        except Exception as error:
+            raise CaptureError(
+                f"capturing draft_steps {width.draft_steps} (batches {list(width.batches)}) failed: "
+                f"{str(error).splitlines()[0]}; lower --mem-fraction-static, or leave "
+                f"{width.draft_steps} out of --verify-graph-steps"
+            ) from error
+        extend = state.draft_extend_graphs
+        if extend is not None and extend.captured_req_width != width.draft_steps + 1:
+            raise CaptureError(
+                f"draft extend of draft_steps {width.draft_steps} was captured for width "
+                f"{extend.captured_req_width}; this SGLang release needs an adapter, report it"
+            )
+        return state
+
+    def _record(self, width: WidthPlan, seconds: float, gb: float) -> None:
+        self.captured.append(Captured(width.draft_steps, width.batches, seconds, gb))
+
+    # -- start-up: called once every graph exists --------------------------------------------------
+
+    def install(self) -> None:
+        """Put the routers where SGLang keeps its runners and make the configured state current."""
+        log = self.engine.tp_rank() == 0
+        gate = VerifyGate(self.plan)
+        self.counters = Counters(self.plan, log=log)
+        start = self.states[self._current]
+        targets = {k: s.target_graphs for k, s in self.states.items() if s.target_graphs}
+        self._router = self._route(Phase.VERIFY, targets, gate, None)
+        for steps, state in self.states.items():
+            self._eager_phases[steps] = _phases_without_graphs(state)
+            self.states[steps] = replace(
+                state,
+                target_graphs=self._router,
+                draft_graphs=self._wrap(Phase.DRAFT, steps, state.draft_graphs, gate),
+                draft_extend_graphs=self._wrap(
+                    Phase.DRAFT_EXTEND, steps, state.draft_extend_graphs, gate
+                ),
+            )
+        self._apply = self.engine.switch()
+        self._apply(self.states[start.draft_steps])
+
+    def _wrap(self, phase: Phase, steps: int, runner: Any, gate: VerifyGate) -> Any:
+        return None if runner is None else self._route(phase, {steps: runner}, gate, steps)
+
+    def _route(
+        self, phase: Phase, runners: dict[int, Any], gate: VerifyGate, steps: int | None
+    ) -> VerifyGraphRunner:
+        return VerifyGraphRunner(
+            phase, runners, gate=gate, counters=self.counters,
+            read_facts=self.engine.facts_reader(phase, steps), observe=self.observe,
+        )  # fmt: skip
+
+    # -- serving: called by EAGLEWorkerV2 ----------------------------------------------------------
+
+    def activate_step_by_batch(self, batch_size: int) -> None:
+        """Head of the decode branch, on the forward stream, before draft: the one place to switch."""
+        steps = self.policy.draft_steps(batch_size)
+        if steps != self._current:
+            if not self.in_place():
+                steps = self._give_up()
+            if steps != self._current:
+                self._apply(self.states[steps])  # type: ignore[misc]
+                self._current = steps
+        self.counters.rounds += 1
+        for phase, decision in self._eager_phases[steps]:
+            self.counters.refuse(phase, decision)
+        self.timer.start(batch_size, steps, self.engine.model_runner.forward_pass_id)
+
+    def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> None:
+        """One round late and on another stream: counts, and changes nothing."""
+        self.counters.accept(num_correct_drafts_per_req)
+
+    def _give_up(self) -> int:
+        """SGLang captured anew while serving (a role switch): only its own width is left."""
+        if not self.replaced:
+            self.replaced = True
+            logger.error(
+                "[verify-graphs] SGLang replaced its graph runner while serving; draft_steps stay "
+                "at %d; restart the server to capture every width again", self._current,
+            )  # fmt: skip
+        return self._current
+
+    def in_place(self) -> bool:
+        """Whether SGLang still asks our router."""
+        return self.engine.model_runner.decode_cuda_graph_runner is self._router
+
+    def least_kv_reserved(self) -> int:
+        """KV slots a round may allocate, in the state that reserves least: it must be the widest's."""
+        assert self._apply is not None
+        reserved = []
+        for state in self.states.values():
+            self._apply(state)
+            reserved.append(self.engine.kv_reserved_per_decode())
+        self._apply(self.states[self._current])
+        return min(reserved)
+
+    @property
+    def current_steps(self) -> int:
+        return self._current
+
+
+def _phases_without_graphs(state: StepState) -> tuple[tuple[Phase, Decision], ...]:
+    """Phases of a state that run a forward but were given no graph by SGLang."""
+    missing = Decision(None, RejectReason.BACKEND_NOT_GRAPHED)
+    runs_draft = state.draft_steps > 1  # k steps run k - 1 draft forwards
+    return tuple(
+        (phase, missing)
+        for phase, runs, graphs in (
+            (Phase.DRAFT, runs_draft, state.draft_graphs),
+            (Phase.DRAFT_EXTEND, True, state.draft_extend_graphs),
+        )
+        if runs and graphs is None
+    )

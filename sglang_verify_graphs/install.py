@@ -1,0 +1,208 @@
+"""Applies the wrappers when SGLang's modules are imported, and takes them back by identity.
+
+Three wrappers in all, none of them on anything that is pickled or on the hot path:
+``ServerArgs.add_cli_args``/``from_cli_args`` in the launcher, and in the scheduler process
+``Scheduler.init_all_cuda_graphs`` and ``Scheduler.get_internal_state``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import wrapt
+
+from sglang_verify_graphs.compat import requirements
+from sglang_verify_graphs.compat.releases import Release, resolve_release, sglang_version
+from sglang_verify_graphs.errors import SettingsError, UnsupportedError, VerifyGraphsError
+from sglang_verify_graphs.settings import (
+    ENV,
+    FLAG,
+    Settings,
+    add_arguments,
+    mentions_flags,
+    settings_from_args,
+    settings_from_env,
+)
+from sglang_verify_graphs.startup import Report, capture_verify_graphs
+
+logger = logging.getLogger("sglang_verify_graphs")
+
+PLUGIN = "verify_graphs"
+_SERVER_ARGS = "sglang.srt.server_args"
+_SCHEDULER = "sglang.srt.managers.scheduler"
+"""Modules whose import triggers a patch; the names come from compat's requirements."""
+
+
+@dataclass
+class Patch:
+    """One wrapped attribute: what was there, and what we put there."""
+
+    owner: Any
+    name: str
+    original: Any
+    ours: Any
+
+
+_patches: dict[str, Patch] = {}
+_hooked: set[str] = set()
+report = Report()
+
+
+def install() -> None:
+    """Wrap what the settings ask for, now or when SGLang imports it. Safe to call again."""
+    settings = settings_from_env(os.environ)
+    if settings is not None:
+        refuse_whitelist()
+        _when_imported(_SCHEDULER, _patch_scheduler)
+    elif mentions_flags(sys.argv[1:]):
+        _when_imported(_SERVER_ARGS, _patch_server_args)
+
+
+def uninstall() -> list[str]:
+    """Put every original back; names those that somebody else has wrapped since, which stay."""
+    kept = []
+    for target, patch in list(_patches.items()):
+        if patch.owner.__dict__.get(patch.name) is patch.ours:
+            setattr(patch.owner, patch.name, patch.original)
+            del _patches[target]
+        else:
+            kept.append(target)
+    return kept
+
+
+def installed() -> list[str]:
+    """Targets wrapped in this process."""
+    return sorted(_patches)
+
+
+def refuse_whitelist() -> None:
+    """A whitelist that leaves this plugin out would leave workers unpatched in silence."""
+    allowed = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",")} - {""}
+    if allowed and PLUGIN not in allowed:
+        raise SystemExit(
+            f"[verify-graphs] SGLANG_PLUGINS={os.environ['SGLANG_PLUGINS']!r} leaves out "
+            f"{PLUGIN!r} although {FLAG} is given; add it: "
+            f"SGLANG_PLUGINS={','.join([*sorted(allowed), PLUGIN])}"
+        )
+
+
+# -- mechanics -------------------------------------------------------------------------------------
+
+
+def _when_imported(module: str, patch: Callable[[Any], None]) -> None:
+    if module in sys.modules:
+        patch(sys.modules[module])
+    elif module not in _hooked:
+        _hooked.add(module)
+        wrapt.register_post_import_hook(patch, module)
+
+
+def _wrap(module: Any, qualname: str, wrapper: Callable[..., Any]) -> None:
+    target = f"{module.__name__}:{qualname}"
+    if target in _patches:
+        return
+    owner_name, name = qualname.rsplit(".", 1)
+    owner = getattr(module, owner_name)
+    original = owner.__dict__[name]
+    wrapt.wrap_function_wrapper(module, qualname, wrapper)
+    _patches[target] = Patch(owner, name, original, owner.__dict__[name])
+
+
+# -- launcher --------------------------------------------------------------------------------------
+
+
+def _patch_server_args(module: Any) -> None:
+    if problems := requirements.unmet(requirements.LAUNCHER):
+        logger.error("[verify-graphs] off: %s; use a tested SGLang release", problems[0])
+        return
+    _wrap(module, "ServerArgs.add_cli_args", _add_cli_args)
+    _wrap(module, "ServerArgs.from_cli_args", _from_cli_args)
+
+
+def _add_cli_args(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    result = wrapped(*args, **kwargs)
+    add_arguments(args[0] if args else kwargs["parser"])
+    return result
+
+
+def _from_cli_args(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    namespace = args[0] if args else kwargs["args"]
+    try:
+        settings = settings_from_args(namespace)
+        if settings is not None:
+            refuse_whitelist()
+            _check_release(settings)
+        server_args = wrapped(*args, **kwargs)
+        if settings is not None:
+            _check_steps(settings, server_args)
+            os.environ[ENV] = settings.to_json()
+    except SettingsError as error:
+        raise SystemExit(f"[verify-graphs] {error}") from None
+    uninstall()  # flags are parsed: the launcher needs no wrapper any more
+    if settings is not None:
+        install()
+    return server_args
+
+
+def _check_release(settings: Settings) -> None:
+    """Under ``--verify-graph-strict`` an unknown release ends here, not after the model loaded."""
+    try:
+        resolve_release(sglang_version(), allow_untested=settings.allow_untested)
+    except UnsupportedError as error:
+        if settings.strict:
+            raise SystemExit(f"[verify-graphs] not started: {error}") from None
+
+
+def _check_steps(settings: Settings, server_args: Any) -> None:
+    configured = getattr(server_args, "speculative_num_steps", None)
+    if isinstance(configured, int) and not settings.observe:
+        settings.steps_for(configured)
+
+
+# -- scheduler process -----------------------------------------------------------------------------
+
+
+def _patch_scheduler(module: Any) -> None:
+    _wrap(module, "Scheduler.get_internal_state", _get_internal_state)
+    _wrap(module, "Scheduler.init_all_cuda_graphs", _init_all_cuda_graphs)
+
+
+def _init_all_cuda_graphs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    settings = settings_from_env(os.environ)
+    if settings is None:
+        wrapped(*args, **kwargs)
+        return
+    global report
+    report = Report()
+    try:
+        release = _usable_release(settings)
+    except VerifyGraphsError as error:
+        report.sglang, report.reasons = sglang_version(), [f"off: {error}"]
+        if settings.strict:
+            raise SystemExit(f"[verify-graphs] not started: {error}") from None
+        logger.error("[verify-graphs] off: %s", error)
+        wrapped(*args, **kwargs)
+        return
+    capture_verify_graphs(instance, settings, release, report, lambda: wrapped(*args, **kwargs))
+
+
+def _usable_release(settings: Settings) -> Release:
+    release = resolve_release(sglang_version(), allow_untested=settings.allow_untested)
+    if problems := requirements.unmet(requirements.WORKER):
+        raise UnsupportedError(
+            f"SGLang {release.version} is not what this package knows: {problems[0]}; "
+            "install a tested release"
+        )
+    return release
+
+
+def _get_internal_state(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    result = wrapped(*args, **kwargs)
+    if os.environ.get(ENV):
+        result.internal_state["verify_graphs"] = report.as_dict()
+    return result

@@ -1,0 +1,92 @@
+"""Counts of replayed and eager forwards, by phase, bucket and reason.
+
+Every counter is made at start-up: counting on the hot path adds to an integer and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from sglang_verify_graphs.buckets import VerifyBucket
+from sglang_verify_graphs.gate import Decision, Phase, RejectReason
+
+logger = logging.getLogger("sglang_verify_graphs")
+
+_SHARE_AFTER = 64
+"""Eager forwards of a phase after which their share is worth one warning."""
+
+
+class Counters:
+    """Replays per bucket and eager forwards per reason, for each phase of a round."""
+
+    def __init__(self, buckets: Iterable[VerifyBucket], *, log: bool) -> None:
+        self._log = log
+        self.replayed = {phase: dict.fromkeys(buckets := tuple(buckets), 0) for phase in Phase}
+        self.eager = {phase: dict.fromkeys(RejectReason, 0) for phase in Phase}
+        self.padded_rows = 0
+        self.rounds = 0
+        self.accepted_tokens = 0
+        self.verified_requests = 0
+        self._warned: set[Phase] = set()
+
+    def replay(self, phase: Phase, bucket: VerifyBucket, padded_rows: int = 0) -> None:
+        counts = self.replayed[phase]
+        counts[bucket] = counts.get(bucket, 0) + 1
+        self.padded_rows += padded_rows
+
+    def refuse(self, phase: Phase, decision: Decision) -> None:
+        """Count an eager forward; say each reason once, and once how large the eager share is."""
+        reason = decision.reason or RejectReason.REFUSED_UPSTREAM
+        counts = self.eager[phase]
+        counts[reason] += 1
+        if not self._log:
+            return
+        if counts[reason] == 1:
+            detail = f" ({decision.detail})" if decision.detail else ""
+            logger.warning(
+                "[verify-graphs] a %s ran eager: %s%s; %s",
+                phase.value, reason.value, detail, reason.advice,
+            )  # fmt: skip
+        if phase not in self._warned and sum(counts.values()) >= _SHARE_AFTER:
+            self._warned.add(phase)
+            eager, total = sum(counts.values()), self.total(phase)
+            reasons = ", ".join(f"{r.value} {n}" for r, n in counts.items() if n)
+            logger.warning(
+                "[verify-graphs] %d%% of %d %s forwards so far ran eager: %s; %s",
+                round(100 * eager / total), total, phase.value, reasons, reason.advice,
+            )  # fmt: skip
+
+    def accept(self, correct_drafts: Iterable[int]) -> None:
+        """Count the tokens a verify committed: its correct drafts and the bonus token of each."""
+        for drafts in correct_drafts:
+            self.accepted_tokens += drafts + 1
+            self.verified_requests += 1
+
+    def total(self, phase: Phase) -> int:
+        return sum(self.replayed[phase].values()) + sum(self.eager[phase].values())
+
+    def snapshot(self) -> dict[str, Any]:
+        """Plain data for ``status()`` and ``/server_info``."""
+        phases = {
+            phase.value: {
+                "replayed": sum(self.replayed[phase].values()),
+                "eager": sum(self.eager[phase].values()),
+                "reasons": {r.value: n for r, n in self.eager[phase].items() if n},
+            }
+            for phase in Phase
+        }
+        return {
+            "phases": phases,
+            "buckets": {
+                f"{b.batch}x{b.draft_steps}": n for b, n in self.replayed[Phase.VERIFY].items() if n
+            },
+            "padded_rows": self.padded_rows,
+            "rounds": self.rounds,
+            "accept_length": (
+                round(self.accepted_tokens / self.verified_requests, 4)
+                if self.verified_requests
+                else None
+            ),
+        }

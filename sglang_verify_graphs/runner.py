@@ -1,0 +1,81 @@
+"""Routes each forward of a round to the graphs captured for its width, or names why it runs eager.
+
+Composition only: stock runners keep capturing, padding and replaying. SGLang asks a runner twice in
+one round whether a batch may replay (when it prepares the batch, and when it runs it), so the first
+answer is kept on the batch and the second call returns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sglang_verify_graphs.buckets import VerifyBucket
+from sglang_verify_graphs.gate import BatchFacts, Decision, Phase, RejectReason, VerifyGate
+from sglang_verify_graphs.metrics import Counters
+
+_DECISION = "_verify_graphs_decision"
+
+FactsReader = Callable[[Any, Any], BatchFacts]
+"""(forward batch, stock runner) -> facts; the runner is the one captured last for the phase."""
+
+
+class VerifyGraphRunner:
+    """Stands where SGLang keeps the graph runner of one phase, over one stock runner per width."""
+
+    def __init__(
+        self,
+        phase: Phase,
+        runners: Mapping[int, Any],
+        *,
+        gate: VerifyGate,
+        counters: Counters,
+        read_facts: FactsReader,
+        observe: bool = False,
+    ) -> None:
+        self._phase = phase
+        self._runners = dict(runners)
+        self._active = self._runners[max(self._runners)]
+        self._gate = gate
+        self._counters = counters
+        self._read_facts = read_facts
+        self._observe = observe
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else SGLang reads (``bs``, ``buffers``, ...) is the active runner's."""
+        return getattr(self.__dict__["_active"], name)
+
+    def can_run_graph(self, forward_batch: Any) -> bool:
+        decision = forward_batch.__dict__.get(_DECISION)
+        if decision is None:
+            decision = self._decide(forward_batch)
+            forward_batch.__dict__[_DECISION] = decision
+        return decision.bucket is not None
+
+    def load_batch(self, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._route(forward_batch).load_batch(forward_batch, *args, **kwargs)
+
+    def execute(self, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        runner = self._route(forward_batch)
+        bucket = forward_batch.__dict__[_DECISION].bucket
+        padded = bucket.padded_rows(forward_batch.batch_size)
+        self._counters.replay(self._phase, bucket, padded)
+        return runner.execute(forward_batch, *args, **kwargs)
+
+    def _route(self, forward_batch: Any) -> Any:
+        self._active = self._runners[forward_batch.__dict__[_DECISION].bucket.draft_steps]
+        return self._active
+
+    def _decide(self, forward_batch: Any) -> Decision:
+        facts = self._read_facts(forward_batch, self._active)
+        decision = self._gate.decide(facts)
+        if decision.bucket is not None or self._observe:
+            runner = self._runners.get(facts.draft_steps, self._active)
+            if runner.can_run_graph(forward_batch):
+                if decision.bucket is None:
+                    return Decision(VerifyBucket(facts.draft_steps, facts.batch))
+                return decision
+            if decision.bucket is not None:
+                decision = Decision(None, RejectReason.REFUSED_UPSTREAM)
+        self._counters.refuse(self._phase, decision)
+        return decision

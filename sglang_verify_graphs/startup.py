@@ -1,0 +1,227 @@
+"""What happens around SGLang's graph capture on every rank: plan, capture, install, attest, report."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_verify_graphs.buckets import CapturePlan, format_ranges, plan_capture
+from sglang_verify_graphs.compat.engine import SGLangEngine
+from sglang_verify_graphs.compat.releases import Release
+from sglang_verify_graphs.controller import DraftStepsController
+from sglang_verify_graphs.errors import (
+    AttestationError,
+    SettingsError,
+    UnsupportedError,
+    VerifyGraphsError,
+)
+from sglang_verify_graphs.policy import FixedSteps, Policy, ScriptedSteps
+from sglang_verify_graphs.settings import Settings
+from sglang_verify_graphs.support import ServerFacts, limits_of
+
+logger = logging.getLogger("sglang_verify_graphs")
+
+
+@dataclass
+class Report:
+    """What this process runs; ``status()`` and ``/server_info`` show it."""
+
+    state: str = "off"
+    """``active``, ``observe`` or ``off``."""
+    reasons: list[str] = field(default_factory=list)
+    sglang: str | None = None
+    tested: bool = False
+    ranks: int = 1
+    controller: DraftStepsController | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        data: dict[str, Any] = {
+            "state": self.state,
+            "reasons": list(self.reasons),
+            "sglang": self.sglang,
+            "tested": self.tested,
+            "ranks": self.ranks,
+        }
+        if (run := self.controller) is not None:
+            data |= {
+                "draft_steps": run.current_steps,
+                "plan": {str(w.draft_steps): list(w.batches) for w in run.plan.widths},
+                "dropped": {
+                    str(w.draft_steps): list(w.dropped) for w in run.plan.widths if w.dropped
+                },
+                "capture": [
+                    {
+                        "draft_steps": c.draft_steps,
+                        "batches": list(c.batches),
+                        "seconds": round(c.seconds, 3),
+                        "gb": round(c.gb, 4),
+                    }
+                    for c in run.captured
+                ],
+                "round_ms": run.timer.snapshot(),
+                **run.counters.snapshot(),
+            }
+        return data
+
+
+def capture_verify_graphs(
+    scheduler: Any, settings: Settings, release: Release, report: Report,
+    stock_capture: Callable[[], None],
+) -> None:  # fmt: skip
+    """Run ``Scheduler.init_all_cuda_graphs`` with the planned buckets in place of the stock ladder."""
+    report.sglang, report.tested = release.version, release.tested
+    engine = SGLangEngine(release, scheduler)
+    try:
+        if scheduler.draft_worker is None:
+            raise UnsupportedError(_no_speculation())
+        facts = engine.server_facts()
+        steps = _steps(facts, settings, report)
+    except (UnsupportedError, SettingsError) as error:
+        _switch_off(error, settings, report, engine)
+        stock_capture()
+        if scheduler.draft_worker is not None:
+            _observe(engine, report)
+        return
+    if settings.observe:
+        report.state = "observe"
+        stock_capture()
+        _observe(engine, report)
+        return
+    plan = plan_capture(
+        steps,
+        facts.max_running_requests,
+        cap=settings.max_batch,
+        padding=facts.padding,
+        alignment=facts.alignment,
+    )
+    policy: Policy = FixedSteps(facts.draft_steps)
+    if settings.script:
+        policy = ScriptedSteps(settings.script)
+    controller = DraftStepsController(engine, plan, policy, memory_gb=settings.memory_gb)
+    engine.worker.adaptive_controller = controller
+    with engine.capturing(plan.widths[0].batches):
+        stock_capture()
+    controller.install()
+    report.state, report.controller = "active", controller
+    _attest(engine, controller, facts, report)
+    if engine.tp_rank() == 0:
+        _log_table(controller, report)
+
+
+def _steps(facts: ServerFacts, settings: Settings, report: Report) -> tuple[int, ...]:
+    limits = limits_of(facts)
+    report.reasons = [limit.message for limit in limits]
+    if limits and not limits[0].fixed_width:
+        raise UnsupportedError(limits[0].message)
+    if not limits:
+        return settings.steps_for(facts.draft_steps)
+    wanted = set(settings.steps or ()) | set(settings.script)
+    if settings.strict and wanted - {facts.draft_steps}:
+        raise UnsupportedError(limits[0].message)
+    logger.warning("[verify-graphs] %s", limits[0].message)
+    return (facts.draft_steps,)
+
+
+def _no_speculation() -> str:
+    return limits_of(ServerFacts(None, 1, 0, 0, 1))[0].message
+
+
+def _switch_off(
+    error: VerifyGraphsError, settings: Settings, report: Report, engine: SGLangEngine
+) -> None:
+    """Say once, on rank 0, why the feature is off; or refuse to start."""
+    report.state = "off"
+    if str(error) not in report.reasons:
+        report.reasons.append(str(error))
+    if settings.strict:
+        raise SystemExit(f"[verify-graphs] not started (--verify-graph-strict): {error}")
+    if engine.tp_rank() == 0:
+        logger.error("[verify-graphs] %s", error)
+
+
+def _observe(engine: SGLangEngine, report: Report) -> None:
+    """Count and explain what stock does, on the runners stock built."""
+    controller = observing_controller(engine)
+    if controller is None:
+        return
+    report.controller = controller
+    if engine.tp_rank() == 0:
+        width = controller.plan.widths[0]
+        uncovered = controller.plan.uncovered(width.draft_steps)
+        logger.info(
+            "[verify-graphs] observing stock: draft_steps %d, %d batches up to %d, uncovered %s",
+            width.draft_steps, len(width.batches), max(width.batches),
+            format_ranges(uncovered) or "none",
+        )  # fmt: skip
+
+
+def observing_controller(engine: SGLangEngine) -> DraftStepsController | None:
+    """A controller that watches the start-up state; None where stock built no verify runner."""
+    runner = engine.model_runner.decode_cuda_graph_runner
+    if not getattr(runner, "capture_bs", None) or type(engine.worker).__name__ != "EAGLEWorkerV2":
+        return None
+    steps = engine.worker.speculative_num_steps
+    plan = plan_capture(
+        [runner.captured_req_width - 1],
+        int(engine.model_runner.req_to_token_pool.size),
+        ladder=runner.capture_bs,
+        padding=not runner.disable_padding,
+    )
+    controller = DraftStepsController(engine, plan, FixedSteps(steps), observe=True)
+    controller.register(None)
+    if getattr(engine.worker, "adaptive_controller", None) is not None:
+        return None  # stock swaps its own states; wrapping one of them would explain a part only
+    engine.worker.adaptive_controller = controller
+    controller.install()
+    return controller
+
+
+def _attest(
+    engine: SGLangEngine, controller: DraftStepsController, facts: ServerFacts, report: Report
+) -> None:
+    """Every rank must hold the same plan, and reserve KV for the widest; or no rank serves."""
+    reserved, needed = controller.least_kv_reserved(), facts.draft_tokens
+    problem = (
+        f"KV is reserved for {reserved} tokens a round but {needed} can be written"
+        if reserved < needed
+        else ""
+    )
+    if not controller.in_place():
+        problem = "the verify runner is not in place"
+    mine = (problem, tuple((w.draft_steps, w.batches) for w in controller.plan.widths))
+    ranks = engine.gather(mine)
+    report.ranks = len(ranks)
+    for rank, (trouble, plan) in enumerate(ranks):
+        if trouble:
+            raise AttestationError(f"[verify-graphs] rank {rank}: {trouble}; report it")
+        if plan != ranks[0][1]:
+            raise AttestationError(
+                f"[verify-graphs] rank {rank} captured {plan}, rank 0 {ranks[0][1]}; start every "
+                "rank with the same flags and free memory"
+            )
+
+
+def _log_table(controller: DraftStepsController, report: Report) -> None:
+    plan: CapturePlan = controller.plan
+    rows = [
+        f"[verify-graphs] active on {report.ranks} rank(s), SGLang {report.sglang}: "
+        f"{sum(1 for _ in plan)} buckets, batches to {plan.max_batch}",
+        "[verify-graphs] draft_steps  graphs  largest  uncovered  padded rows  seconds     GiB",
+    ]
+    for width in plan.widths:
+        cost = next((c for c in controller.captured if c.draft_steps == width.draft_steps), None)
+        rows.append(
+            "[verify-graphs] {:>11}  {:>6}  {:>7}  {:>9}  {:>11.1f}  {:>7.1f}  {:>6.2f}".format(
+                width.draft_steps,
+                len(width.batches),
+                max(width.batches, default=0),
+                format_ranges(plan.uncovered(width.draft_steps)) or "none",
+                width.mean_padded_rows(plan.max_batch),
+                cost.seconds if cost else 0.0,
+                cost.gb if cost else 0.0,
+            )
+        )
+    for row in rows:
+        logger.info(row)
