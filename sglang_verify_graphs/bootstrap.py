@@ -8,11 +8,17 @@ first case, and that the second ends with a message instead of a server without 
 from __future__ import annotations
 
 
-def _on_import(module: object) -> None:
-    from sglang_verify_graphs.install import refuse_whitelist
-    from sglang_verify_graphs.plugin import load
+def _on_server_args(module: object) -> None:
+    """First SGLang module of every process; the scheduler may still be half imported here."""
+    from sglang_verify_graphs.install import install_launcher, refuse_whitelist
 
     refuse_whitelist()
+    install_launcher()
+
+
+def _on_scheduler(module: object) -> None:
+    from sglang_verify_graphs.plugin import load
+
     load()
 
 
@@ -21,7 +27,8 @@ def _bootstrap() -> None:
         from wrapt import register_post_import_hook
     except ImportError:
         return  # a build environment: nothing of SGLang is imported there
-    register_post_import_hook(_on_import, "sglang.srt")
+    register_post_import_hook(_on_server_args, "sglang.srt.server_args")
+    register_post_import_hook(_on_scheduler, "sglang.srt.managers.scheduler")
 
 
 _bootstrap()

@@ -1,6 +1,6 @@
 """Builds the states of every draft step count before traffic, and switches between them after.
 
-SGLang asks an ``adaptive_controller`` at the head of each decode round which step count to use. This
+SGLang asks an ``adaptive_controller`` at the head of each decode round for the step count. This
 class takes that seat on a stock ``EAGLEWorkerV2``: upstream builds the states, we apply them.
 """
 
@@ -52,7 +52,7 @@ class DraftStepsController:
         self.states: dict[int, StepState] = {}
         self.replaced = False
         self._memory_gb = memory_gb
-        self._current = engine.worker.speculative_num_steps
+        self._current: int = engine.worker.speculative_num_steps
         self._router: VerifyGraphRunner | None = None
         self._eager_phases: dict[int, tuple[tuple[Phase, Decision], ...]] = {}
         self._apply: Callable[[StepState], None] | None = None
@@ -98,7 +98,7 @@ class DraftStepsController:
         dropped = {w.draft_steps: list(w.dropped) for w in self.plan.widths if w.dropped}
         if dropped and self.engine.tp_rank() == 0:
             logger.warning(
-                "[verify-graphs] %s: no memory for draft_steps: batches %s (about %.3f GiB a graph, "
+                "[verify-graphs] %s: no memory for draft_steps: batches %s (%.3f GiB a graph, "
                 "%s); %s",
                 RejectReason.MEMORY_BUDGET.value, dropped, gb_per_graph,
                 f"budget {self._memory_gb} GiB" if self._memory_gb else
@@ -111,8 +111,8 @@ class DraftStepsController:
             state = self.engine.build_state(width.draft_steps, width.batches)
         except Exception as error:
             raise CaptureError(
-                f"capturing draft_steps {width.draft_steps} (batches {list(width.batches)}) failed: "
-                f"{str(error).splitlines()[0]}; lower --mem-fraction-static, or leave "
+                f"capturing draft_steps {width.draft_steps} (batches {list(width.batches)}) "
+                f"failed: {str(error).splitlines()[0]}; lower --mem-fraction-static, or leave "
                 f"{width.draft_steps} out of --verify-graph-steps"
             ) from error
         extend = state.draft_extend_graphs
@@ -135,7 +135,7 @@ class DraftStepsController:
         self.counters = Counters(self.plan, log=log)
         start = self.states[self._current]
         targets = {k: s.target_graphs for k, s in self.states.items() if s.target_graphs}
-        self._router = self._route(Phase.VERIFY, targets, gate, None)
+        self._router = self._route(Phase.VERIFY, targets, gate)
         for steps, state in self.states.items():
             self._eager_phases[steps] = _phases_without_graphs(state)
             self.states[steps] = replace(
@@ -150,20 +150,19 @@ class DraftStepsController:
         self._apply(self.states[start.draft_steps])
 
     def _wrap(self, phase: Phase, steps: int, runner: Any, gate: VerifyGate) -> Any:
-        return None if runner is None else self._route(phase, {steps: runner}, gate, steps)
+        return None if runner is None else self._route(phase, {steps: runner}, gate)
 
-    def _route(
-        self, phase: Phase, runners: dict[int, Any], gate: VerifyGate, steps: int | None
-    ) -> VerifyGraphRunner:
+    def _route(self, phase: Phase, runners: dict[int, Any], gate: VerifyGate) -> VerifyGraphRunner:
+        read_facts = self.engine.facts_reader(phase, runners[max(runners)])
         return VerifyGraphRunner(
-            phase, runners, gate=gate, counters=self.counters,
-            read_facts=self.engine.facts_reader(phase, steps), observe=self.observe,
+            phase, runners, gate=gate, counters=self.counters, read_facts=read_facts,
+            observe=self.observe,
         )  # fmt: skip
 
     # -- serving: called by EAGLEWorkerV2 ----------------------------------------------------------
 
     def activate_step_by_batch(self, batch_size: int) -> None:
-        """Head of the decode branch, on the forward stream, before draft: the one place to switch."""
+        """Head of the decode branch, forward stream, before draft: the one place to switch."""
         steps = self.policy.draft_steps(batch_size)
         if steps != self._current:
             if not self.in_place():
@@ -195,7 +194,7 @@ class DraftStepsController:
         return self.engine.model_runner.decode_cuda_graph_runner is self._router
 
     def least_kv_reserved(self) -> int:
-        """KV slots a round may allocate, in the state that reserves least: it must be the widest's."""
+        """KV slots a round may allocate in the state that reserves least."""
         assert self._apply is not None
         reserved = []
         for state in self.states.values():

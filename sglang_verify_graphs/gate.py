@@ -22,7 +22,7 @@ class Phase(str, Enum):
 
 
 class RejectReason(str, Enum):
-    """Why a forward ran eager. Closed: every condition under which stock SGLang refuses a replay."""
+    """Why a forward ran eager; closed over every condition under which SGLang refuses a replay."""
 
     NO_RUNNER = "NO_RUNNER"
     BACKEND_NOT_GRAPHED = "BACKEND_NOT_GRAPHED"
@@ -90,6 +90,10 @@ class BatchFacts(NamedTuple):
     variant_missing: bool = False
 
 
+_CLEAR = BatchFacts(1, 0)[2:]
+"""Everything but batch and step count as it is when nothing stands in the way."""
+
+
 @dataclass(frozen=True)
 class Decision:
     """Replay ``bucket``, or run eager because of ``reason``; exactly one of the two is set."""
@@ -116,14 +120,8 @@ class VerifyGate:
 
     def decide(self, facts: BatchFacts) -> Decision:
         """The same facts always give the same decision: both gate calls of a round agree."""
-        batch, draft_steps, is_verify, *blockers = facts
-        if is_verify and True not in blockers:
-            found = self._replay.get((batch, draft_steps))
-            if found is not None:
-                return found
-        return self._refuse(facts)
-
-    def _refuse(self, facts: BatchFacts) -> Decision:
+        if facts[2:] == _CLEAR and (found := self._replay.get(facts[:2])) is not None:
+            return found
         reason, detail = self._reason(facts)
         return Decision(None, reason, detail)
 

@@ -35,7 +35,7 @@ logger = logging.getLogger("sglang_verify_graphs")
 PLUGIN = "verify_graphs"
 _SERVER_ARGS = "sglang.srt.server_args"
 _SCHEDULER = "sglang.srt.managers.scheduler"
-"""Modules whose import triggers a patch; the names come from compat's requirements."""
+"""Modules whose import triggers a patch."""
 
 
 @dataclass
@@ -55,11 +55,16 @@ report = Report()
 
 def install() -> None:
     """Wrap what the settings ask for, now or when SGLang imports it. Safe to call again."""
-    settings = settings_from_env(os.environ)
-    if settings is not None:
-        refuse_whitelist()
-        _when_imported(_SCHEDULER, _patch_scheduler)
-    elif mentions_flags(sys.argv[1:]):
+    if settings_from_env(os.environ) is None:
+        install_launcher()
+        return
+    refuse_whitelist()
+    _when_imported(_SCHEDULER, _patch_scheduler)
+
+
+def install_launcher() -> None:
+    """Wrap the flag parser where a command line may name our flags."""
+    if not os.environ.get(ENV) and mentions_flags(sys.argv[1:]):
         _when_imported(_SERVER_ARGS, _patch_server_args)
 
 
@@ -168,8 +173,22 @@ def _check_steps(settings: Settings, server_args: Any) -> None:
 
 
 def _patch_scheduler(module: Any) -> None:
-    _wrap(module, "Scheduler.get_internal_state", _get_internal_state)
-    _wrap(module, "Scheduler.init_all_cuda_graphs", _init_all_cuda_graphs)
+    wrappers = (_init_all_cuda_graphs, _get_internal_state)
+    for need, wrapper in zip(requirements.SCHEDULER, wrappers, strict=True):
+        if problems := requirements.unmet((need,)):
+            _switch_off(f"{problems[0]}; install a tested SGLang release")
+        else:
+            _wrap(module, need.qualname, wrapper)
+
+
+def _switch_off(why: str) -> None:
+    """One error line and stock behaviour, or no server under ``--verify-graph-strict``."""
+    settings = settings_from_env(os.environ)
+    if settings is not None and settings.strict:
+        raise SystemExit(f"[verify-graphs] not started (--verify-graph-strict): {why}")
+    report.state, report.sglang = "off", sglang_version()
+    report.reasons.append(f"off: {why}")
+    logger.error("[verify-graphs] off: %s", why)
 
 
 def _init_all_cuda_graphs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
@@ -182,10 +201,7 @@ def _init_all_cuda_graphs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     try:
         release = _usable_release(settings)
     except VerifyGraphsError as error:
-        report.sglang, report.reasons = sglang_version(), [f"off: {error}"]
-        if settings.strict:
-            raise SystemExit(f"[verify-graphs] not started: {error}") from None
-        logger.error("[verify-graphs] off: %s", error)
+        _switch_off(str(error))
         wrapped(*args, **kwargs)
         return
     capture_verify_graphs(instance, settings, release, report, lambda: wrapped(*args, **kwargs))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def load() -> None:
-    """Install, or end the process with one line: SGLang would log an exception and go on without us."""
+    """Install, or end the process with one line: SGLang logs an exception and goes on unpatched."""
     from sglang_verify_graphs.errors import SettingsError
     from sglang_verify_graphs.install import install
 

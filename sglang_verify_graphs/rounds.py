@@ -1,8 +1,8 @@
 """Times served decode rounds without a synchronisation: start to start of two like rounds.
 
 A round is counted when the next one began with the same batch and step count and no other forward
-of the target ran between: no prefill, no idle time, no switch. On a GPU the starts are events on the
-forward stream, read some rounds later; one that is not ready by then is dropped.
+of the target ran between: no prefill, no idle time, no switch. On a GPU the starts are events on
+the forward stream, read some rounds later; one that is not ready by then is dropped.
 """
 
 from __future__ import annotations

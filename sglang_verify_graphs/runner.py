@@ -16,9 +16,6 @@ from sglang_verify_graphs.metrics import Counters
 
 _DECISION = "_verify_graphs_decision"
 
-FactsReader = Callable[[Any, Any], BatchFacts]
-"""(forward batch, stock runner) -> facts; the runner is the one captured last for the phase."""
-
 
 class VerifyGraphRunner:
     """Stands where SGLang keeps the graph runner of one phase, over one stock runner per width."""
@@ -30,7 +27,7 @@ class VerifyGraphRunner:
         *,
         gate: VerifyGate,
         counters: Counters,
-        read_facts: FactsReader,
+        read_facts: Callable[[Any], BatchFacts],
         observe: bool = False,
     ) -> None:
         self._phase = phase
@@ -67,7 +64,7 @@ class VerifyGraphRunner:
         return self._active
 
     def _decide(self, forward_batch: Any) -> Decision:
-        facts = self._read_facts(forward_batch, self._active)
+        facts = self._read_facts(forward_batch)
         decision = self._gate.decide(facts)
         if decision.bucket is not None or self._observe:
             runner = self._runners.get(facts.draft_steps, self._active)

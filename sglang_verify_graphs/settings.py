@@ -59,7 +59,7 @@ class Settings:
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
-        """Parse the environment variable; unknown names and wrong types are errors, not defaults."""
+        """Parse the environment variable; unknown names and wrong types are errors."""
         try:
             data = json.loads(text)
         except ValueError as error:
@@ -74,15 +74,18 @@ class Settings:
                 f"{ENV} holds unknown names {unknown}; known are {sorted(known)} "
                 "(two versions of sglang-verify-graphs on one machine?)"
             )
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+        values: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in data.items()
+        }
+        return cls(**values)
 
     def steps_for(self, configured: int) -> tuple[int, ...]:
         """Step counts to capture, widest first; the configured one is always among them."""
         wanted = range(configured + 1) if self.steps is None else self.steps
         if above := [k for k in (*wanted, *self.script) if k > configured]:
             raise SettingsError(
-                f"{_PREFIX}steps asks for {max(above)} draft steps but the server is configured for "
-                f"{configured}: KV and buffers are reserved for the configured width; start with "
+                f"{_PREFIX}steps asks for {max(above)} draft steps but the server is configured "
+                f"for {configured}, and KV is reserved for that; start with "
                 f"--speculative-num-steps {max(above)} "
                 f"--speculative-num-draft-tokens {max(above) + 1}"
             )
@@ -96,7 +99,7 @@ def settings_from_env(environ: Mapping[str, str]) -> Settings | None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags to SGLang's parser; values stay text so that a bad one gets one line, not a usage."""
+    """Add the flags to SGLang's parser; values stay text: a bad one gets one line, not a usage."""
     group = parser.add_argument_group(
         "verify graphs", "sglang-verify-graphs: CUDA graphs for every (batch, draft_steps) verify"
     )

@@ -1,4 +1,4 @@
-"""What happens around SGLang's graph capture on every rank: plan, capture, install, attest, report."""
+"""Around SGLang's graph capture, on every rank: plan, capture, install, attest, report."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def capture_verify_graphs(
     scheduler: Any, settings: Settings, release: Release, report: Report,
     stock_capture: Callable[[], None],
 ) -> None:  # fmt: skip
-    """Run ``Scheduler.init_all_cuda_graphs`` with the planned buckets in place of the stock ladder."""
+    """Run ``Scheduler.init_all_cuda_graphs`` over the planned buckets, not the stock ladder."""
     report.sglang, report.tested = release.version, release.tested
     engine = SGLangEngine(release, scheduler)
     try:
@@ -162,6 +162,8 @@ def observing_controller(engine: SGLangEngine) -> DraftStepsController | None:
     runner = engine.model_runner.decode_cuda_graph_runner
     if not getattr(runner, "capture_bs", None) or type(engine.worker).__name__ != "EAGLEWorkerV2":
         return None
+    if getattr(engine.worker, "adaptive_controller", None) is not None:
+        return None  # stock swaps its own states; watching one of them would explain a part only
     steps = engine.worker.speculative_num_steps
     plan = plan_capture(
         [runner.captured_req_width - 1],
@@ -171,8 +173,6 @@ def observing_controller(engine: SGLangEngine) -> DraftStepsController | None:
     )
     controller = DraftStepsController(engine, plan, FixedSteps(steps), observe=True)
     controller.register(None)
-    if getattr(engine.worker, "adaptive_controller", None) is not None:
-        return None  # stock swaps its own states; wrapping one of them would explain a part only
     engine.worker.adaptive_controller = controller
     controller.install()
     return controller

@@ -33,6 +33,7 @@ class ServerFacts:
     adaptive: bool = False
     plan_stream: bool = False
     skip_zero_extend: bool = False
+    return_hidden_states: bool = False
     captured_prefill_metadata: bool = False
     decode_graphs: bool = True
     padding: bool = True
@@ -153,6 +154,13 @@ LIMITS: tuple[Limit, ...] = (
         lambda f: f.topk != 1 or f.draft_tokens != f.draft_steps + 1,
         "a tree has no step count to cut",
         "use --speculative-eagle-topk 1 for several widths",
+        fixed_width=True,
+    ),
+    Limit(
+        "--enable-return-hidden-states",
+        lambda f: f.return_hidden_states,
+        "a narrower verify's hidden states share graph memory with the draft extend after it",
+        "remove it for several widths",
         fixed_width=True,
     ),
     Limit(

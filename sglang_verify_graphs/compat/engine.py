@@ -86,6 +86,7 @@ class SGLangEngine:
             mamba=hybrid is not None,
             lora=bool(config("enable_lora")),
             hisparse=config("enable_hisparse"),
+            return_hidden_states=bool(config("enable_return_hidden_states")),
             deterministic=config("enable_deterministic_inference"),
             adaptive=config("speculative_adaptive"),
             plan_stream=bool(environ.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get()),
@@ -108,28 +109,35 @@ class SGLangEngine:
             return int(read(self.scheduler.server_args))
         return int(read())
 
-    def facts_reader(
-        self, phase: Phase, draft_steps: int | None
-    ) -> Callable[[Any, Any], BatchFacts]:
-        """Reads a ForwardBatch; ``draft_steps`` None takes the width from the batch itself."""
-        dp_vote = self.release.dp_vote
-        is_verify_mode = "TARGET_VERIFY"
-        check_mode = phase is Phase.VERIFY
+    def facts_reader(self, phase: Phase, runner: Any) -> Callable[[Any], BatchFacts]:
+        """Reads what the gate needs of a ForwardBatch; ``runner`` is one that captured the phase.
 
-        def read(batch: Any, runner: Any) -> BatchFacts:
-            spec = batch.spec_info
-            width = getattr(spec, "num_tokens_per_req", 0)
-            encoder = batch.encoder_lens if runner_flag(runner, "is_encoder_decoder") else None
+        What is constant for a runner is read once, here: the reader runs in every round.
+        """
+        dp_vote = self.release.dp_vote
+        gathered, synced = runner.require_mlp_tp_gather, runner.require_mlp_sync
+        encoder, ragged, overlap = (
+            bool(getattr(runner, name, False))
+            for name in ("is_encoder_decoder", "ragged_verify_mode", "enable_two_batch_overlap")
+        )
+        modes = _module("sglang.srt.model_executor.forward_batch_info").ForwardMode
+        verify_mode = modes.TARGET_VERIFY
+        captured_mode = runner.capture_hidden_mode
+        is_verify = phase is Phase.VERIFY
+        own_steps: int = runner.speculative_num_steps
+
+        def read(batch: Any) -> BatchFacts:
+            hidden_mode = batch.capture_hidden_mode
             return BatchFacts(
-                _dp_batch(batch) if runner.require_mlp_tp_gather else batch.batch_size,
-                width - 1 if draft_steps is None else draft_steps,
-                not check_mode or batch.forward_mode.name == is_verify_mode,
+                max(batch.original_global_num_tokens_cpu) if gathered else batch.batch_size,
+                batch.spec_info.num_tokens_per_req - 1 if is_verify else own_steps,
+                not is_verify or batch.forward_mode is verify_mode,
                 batch.replace_embeds is not None,
-                runner_flag(runner, "ragged_verify_mode"),
-                runner.require_mlp_sync and not getattr(batch, dp_vote),
-                encoder is not None and not bool((encoder > 0).all()),
-                runner_flag(runner, "enable_two_batch_overlap") and not batch.can_run_tbo,
-                check_mode and batch.capture_hidden_mode > runner.capture_hidden_mode,
+                ragged,
+                synced and not getattr(batch, dp_vote),
+                encoder and not bool((batch.encoder_lens > 0).all()),
+                overlap and not batch.can_run_tbo,
+                is_verify and hidden_mode is not captured_mode and hidden_mode > captured_mode,
             )
 
         return read
@@ -214,11 +222,6 @@ class SGLangEngine:
 
         return apply
 
-    def adaptive_states(self) -> list[Any]:
-        """States of SGLang's own adaptive controller, to observe them."""
-        controller = getattr(self.worker, "adaptive_controller", None)
-        return list(getattr(controller, "_states", {}).values())
-
     # -- capture ---------------------------------------------------------------------------------
 
     @contextmanager
@@ -291,13 +294,13 @@ class SGLangEngine:
                 self.model_runner.device,
                 self.model_runner.gpu_id,
                 distributed=tp_size > 1,
-                cpu_group=self.scheduler.tp_cpu_group if tp_size > 1 else None,
+                cpu_group=self._cpu_group() if tp_size > 1 else None,
             )
         )
 
     def largest(self, value: float) -> float:
         """The largest ``value`` over all TP ranks."""
-        return max(self.gather(value))
+        return float(max(self.gather(value)))
 
     def gather(self, value: Any) -> list[Any]:
         """``value`` of every TP rank, in rank order, on every rank."""
@@ -306,8 +309,11 @@ class SGLangEngine:
             return [value]
         distributed = _module("torch").distributed
         found: list[Any] = [None] * size
-        distributed.all_gather_object(found, value, group=self.scheduler.tp_cpu_group)
+        distributed.all_gather_object(found, value, group=self._cpu_group())
         return found
+
+    def _cpu_group(self) -> Any:
+        return _module("sglang.srt.distributed.parallel_state").get_tp_group().cpu_group
 
     def tp_rank(self) -> int:
         return int(_runtime_context().get_parallel().tp_rank)
@@ -319,14 +325,6 @@ class SGLangEngine:
     def overrides_logged(self) -> int:
         """Entries of SGLang's overrides log, which a switch must not grow."""
         return len(_runtime_context().get_context()._overrides_log)
-
-
-def runner_flag(runner: Any, name: str) -> bool:
-    return bool(getattr(runner, name, False))
-
-
-def _dp_batch(batch: Any) -> int:
-    return int(max(batch.original_global_num_tokens_cpu))
 
 
 def _without_prefill(usage: Sequence[dict[str, float]]) -> float:

@@ -1,4 +1,4 @@
-"""What each SGLang release can do, as capability flags; version numbers live here and nowhere else."""
+"""What each SGLang release can do, as capability flags; the only place with version numbers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def resolve_release(installed: str | None, *, allow_untested: bool) -> Release:
     tested = ", ".join(release.version for release in RELEASES)
     if installed is None:
         raise UnsupportedError(
-            f"SGLang is not installed in this environment; pip install sglang=={RELEASES[-1].version}"
+            f"SGLang is not installed here; pip install sglang=={RELEASES[-1].version}"
         )
     for release in RELEASES:
         if release.version == installed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,14 @@ LAUNCHER: tuple[Requirement, ...] = (
     Requirement("sglang.srt.server_args", "ServerArgs.from_cli_args", ("cls", "args")),
 )
 
-WORKER: tuple[Requirement, ...] = (
+SCHEDULER: tuple[Requirement, ...] = (
     Requirement("sglang.srt.managers.scheduler", "Scheduler.init_all_cuda_graphs", ("self",)),
     Requirement(
         "sglang.srt.managers.scheduler", "Scheduler.get_internal_state", ("self", "recv_req")
     ),
+)
+
+WORKER: tuple[Requirement, ...] = (
     Requirement(
         f"{_SPEC}.eagle_worker_v2",
         "EAGLEWorkerV2.build_adaptive_runtime_state",
@@ -86,6 +90,7 @@ WORKER: tuple[Requirement, ...] = (
     Requirement("sglang.srt.runtime_context", "get_spec"),
     Requirement("sglang.srt.arg_groups.arg_utils", "namespace_of"),
     Requirement("sglang.srt.distributed.parallel_state", "graph_capture", ("stream",)),
+    Requirement("sglang.srt.distributed.parallel_state", "get_tp_group"),
     Requirement("sglang.srt.configs.hybrid_arch", "mambaish_config", ("model_config",)),
 )
 
@@ -95,7 +100,7 @@ def unmet(requirements: tuple[Requirement, ...]) -> list[str]:
     problems = []
     for need in requirements:
         try:
-            found = importlib.import_module(need.module)
+            found: Any = importlib.import_module(need.module)
             for part in need.qualname.split("."):
                 found = inspect.getattr_static(found, part)
         except (ImportError, AttributeError) as error:
