@@ -1,0 +1,347 @@
+"""One SGLang engine in a process group of its own, started early and let onto the GPU when told.
+
+The parent half (:class:`EngineProcess`) runs nothing of SGLang; the child half is this module as a
+program. They talk in lines of JSON: commands on the child's standard input, answers on a pipe,
+SGLang's output in a log file. A child that dies, hangs or fails is an :class:`EngineFailed` with
+the end of that log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from serving.probe import COMMAND, FOLDER, GO
+
+HERE = Path(__file__).resolve().parent
+TAIL = 4000
+RELEASE = 0.5
+"""Seconds in which the driver takes back the memory of a killed process."""
+
+
+class EngineFailed(RuntimeError):
+    """An engine did not start, answer or survive; carries the end of its log."""
+
+    def __init__(self, role: str, what: str, log_tail: str = "") -> None:
+        super().__init__(f"{role}: {what}")
+        self.role = role
+        self.log_tail = log_tail
+
+
+class RequestFailed(RuntimeError):
+    """The engine could not do one thing that it was told; it serves on."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What to start: ``args`` are the Engine's; ``settings`` None leaves SGLang untouched."""
+
+    role: str
+    engine: str
+    args: dict[str, Any]
+    settings: dict[str, Any] | None = None
+    env: dict[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One batch served from start to end."""
+
+    tokens: list[list[int]]
+    rounds: list[int]
+    """Verify rounds of each request."""
+    accepted: list[list[int]]
+    """Per request: rounds by the number of drafts that were accepted."""
+    seconds: float
+    decode_seconds: float
+    """From the last request's first token to the last token of all."""
+    first_spread: float
+    """Seconds between the requests' first tokens: 0 where one prefill batch held them all."""
+
+    @property
+    def tok_s(self) -> float:
+        """Tokens after the first of each request, over the decode time."""
+        return sum(len(tokens) - 1 for tokens in self.tokens) / self.decode_seconds
+
+    @property
+    def round_ms(self) -> float:
+        return 1e3 * self.decode_seconds / max(max(self.rounds), 1)
+
+    @property
+    def histogram(self) -> list[int]:
+        width = max((len(row) for row in self.accepted), default=0)
+        rows = [row + [0] * (width - len(row)) for row in self.accepted]
+        return [sum(column) for column in zip(*rows, strict=True)]
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per verify, the bonus token included."""
+        histogram = self.histogram
+        rounds = sum(histogram)
+        return sum(n * count for n, count in enumerate(histogram, 1)) / rounds if rounds else 0.0
+
+
+class EngineProcess:
+    """The parent's handle. ``start`` imports, ``boot`` loads and captures, ``stop`` ends it all."""
+
+    def __init__(self, spec: EngineSpec, folder: Path, port: int) -> None:
+        self.spec = spec
+        self.folder = folder
+        self.booted_in = 0.0
+        self._port = port
+        self._process: subprocess.Popen[bytes] | None = None
+        self._answers = -1
+        self._buffer = b""
+
+    def start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name in (GO, COMMAND):
+            (self.folder / name).unlink(missing_ok=True)
+        args = self.spec.args | {"port": self._port, "nccl_port": self._port + 500}
+        spec = {"args": args, "settings": self.spec.settings}
+        (self.folder / "spec.json").write_text(json.dumps(spec))
+        self._answers, child = os.pipe()
+        with (self.folder / "log.txt").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "serving.engines", str(self.folder), str(child)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(child,),
+                env=self._environment(),
+                start_new_session=True,
+            )
+        os.close(child)
+
+    def _environment(self) -> dict[str, str]:
+        """The probe is found as an installed plugin would be: by a ``dist-info`` on the path."""
+        info = self.folder / "plugin" / "serve_probe-0.0.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: serve-probe\nVersion: 0.0\n")
+        entries = ["[sglang.srt.plugins]", "serve_probe = serving.probe:load"]
+        if not _package_is_installed():
+            entries.append("verify_graphs = sglang_verify_graphs.plugin:load")
+        (info / "entry_points.txt").write_text("\n".join(entries) + "\n")
+        env = dict(os.environ) | (self.spec.env or {})
+        for name in ("SGLANG_VERIFY_GRAPHS", "SGLANG_PLUGINS"):
+            env.pop(name, None)
+        paths = [str(path) for path in (info.parent, *HERE.parents[:2])]
+        if before := env.get("PYTHONPATH"):
+            paths.append(before)
+        env["PYTHONPATH"] = os.pathsep.join(paths)
+        return env | {FOLDER: str(self.folder), "PYTHONUNBUFFERED": "1"}
+
+    def boot(self, timeout: float) -> dict[str, Any]:
+        """Let it load and capture; returns its state once it can serve."""
+        started = time.monotonic()
+        (self.folder / GO).touch()
+        try:
+            self._receive(timeout)
+        except RequestFailed as error:
+            raise self._failed(str(error)) from None
+        self.booted_in = time.monotonic() - started
+        return self.state()
+
+    def call(self, op: str, timeout: float = 120, **arguments: Any) -> Any:
+        process = self._process
+        assert process is not None, "start the engine first"
+        assert process.stdin is not None, "the engine was given a pipe"
+        try:
+            process.stdin.write(json.dumps({"op": op} | arguments).encode() + b"\n")
+            process.stdin.flush()
+        except OSError as error:
+            raise self._failed(f"took no command ({error})") from None
+        return self._receive(timeout)
+
+    def state(self) -> dict[str, Any]:
+        """What ``/server_info`` holds of the engine, of the plugin and of the probe."""
+        return dict(self.call("state"))
+
+    def command(self, do: str, **arguments: Any) -> Any:
+        """Have the probe do something in the idle scheduler process."""
+        path = self.folder / COMMAND
+        path.with_suffix(".part").write_text(json.dumps({"do": do} | arguments))
+        path.with_suffix(".part").rename(path)
+        answer = self.state()["probe"]["answer"]
+        if isinstance(answer, dict) and "error" in answer:
+            raise RequestFailed(f"{self.spec.role}: {do}: {answer['error']}")
+        return answer
+
+    def warm(self, prompts: Path, rows: Sequence[int]) -> None:
+        """Bring the prompts into the prefix cache, one at a time: the same KV in every engine."""
+        self.call("warm", prompts=str(prompts), rows=list(rows), timeout=300)
+
+    def generate(
+        self, prompts: Path, rows: Sequence[int], max_new_tokens: int, timeout: float = 120
+    ) -> Sample:
+        """Serve these prompts as one batch."""
+        wanted = {"prompts": str(prompts), "rows": list(rows), "max_new_tokens": max_new_tokens}
+        return Sample(**self.call("generate", timeout, **wanted))
+
+    def first_tokens(self, input_ids: list[list[int]]) -> list[int]:
+        """The next token of each of these prompts."""
+        return [int(t) for t in self.call("first_tokens", input_ids=input_ids)]
+
+    def stop(self) -> None:
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        os.close(self._answers)
+        self._process = None
+        time.sleep(RELEASE)
+
+    def log_tail(self, size: int = TAIL) -> str:
+        path = self.folder / "log.txt"
+        return path.read_text(errors="replace")[-size:] if path.exists() else ""
+
+    def _receive(self, timeout: float) -> Any:
+        deadline = time.monotonic() + timeout
+        while b"\n" not in self._buffer:
+            left = deadline - time.monotonic()
+            ready = left > 0 and select.select([self._answers], [], [], min(left, 1.0))[0]
+            if ready:
+                read = os.read(self._answers, 1 << 20)
+                if not read:
+                    raise self._failed("died")
+                self._buffer += read
+            elif left <= 0:
+                raise self._failed(f"did not answer in {timeout:.0f} s")
+            elif self._process is not None and self._process.poll() is not None:
+                raise self._failed(f"exited with {self._process.returncode}")
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RequestFailed(answer["error"])
+        return answer["result"]
+
+    def _failed(self, what: str) -> EngineFailed:
+        return EngineFailed(self.spec.role, what, self.log_tail())
+
+
+def _package_is_installed() -> bool:
+    """In a bare checkout SGLang finds no plugin of ours; the probe's ``dist-info`` names it."""
+    try:
+        importlib.metadata.distribution("sglang-verify-graphs")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+# -- child -----------------------------------------------------------------------------------------
+
+
+class Child:
+    """The process that owns the ``sglang.Engine``."""
+
+    def __init__(self, folder: Path) -> None:
+        spec = json.loads((folder / "spec.json").read_text())
+        if spec["settings"] is not None:
+            import sglang_verify_graphs
+
+            sglang_verify_graphs.enable(**spec["settings"])
+        import sglang
+
+        self._engine = sglang.Engine(**spec["args"])
+        self._prompts: dict[str, list[list[int]]] = {}
+
+    def state(self) -> dict[str, Any]:
+        time.sleep(0.05)  # the scheduler may still be in the round after the last request's end
+        info = self._engine.get_server_info()
+        inner = info["internal_states"][0]
+        return {
+            "probe": inner["serve_probe"],
+            "verify_graphs": inner.get("verify_graphs"),
+            "memory": inner.get("memory_usage"),
+            "startup": inner.get("startup_time"),
+            "version": info["version"],
+        }
+
+    def warm(self, prompts: str, rows: list[int]) -> None:
+        self._engine.flush_cache()
+        for prompt in self._pick(prompts, rows):
+            self.first_tokens([prompt])
+
+    def first_tokens(self, input_ids: list[list[int]]) -> list[int]:
+        outputs = self._engine.generate(input_ids=input_ids, sampling_params=_greedy(1))
+        return [output["output_ids"][0] for output in outputs]
+
+    def generate(self, prompts: str, rows: list[int], max_new_tokens: int) -> dict[str, Any]:
+        batch = self._pick(prompts, rows)
+        first, last = [0.0] * len(batch), [0.0] * len(batch)
+        final: list[dict[str, Any]] = [{}] * len(batch)
+        chunks = self._engine.generate(
+            input_ids=batch, sampling_params=_greedy(max_new_tokens), stream=True
+        )
+        started = time.perf_counter()
+        for chunk in chunks:
+            now, at = time.perf_counter(), chunk.get("index", 0)
+            first[at] = first[at] or now
+            if chunk["meta_info"]["finish_reason"] is not None:
+                last[at], final[at] = now, chunk
+        ended = max(last)
+        metas = [chunk["meta_info"] for chunk in final]
+        return {
+            "tokens": [list(chunk["output_ids"])[:max_new_tokens] for chunk in final],
+            "rounds": [meta.get("spec_verify_ct", 0) for meta in metas],
+            "accepted": [meta.get("spec_correct_drafts_histogram") or [] for meta in metas],
+            "seconds": ended - started,
+            "decode_seconds": max(ended - max(first), 1e-6),
+            "first_spread": max(first) - min(first),
+        }
+
+    def _pick(self, prompts: str, rows: list[int]) -> list[list[int]]:
+        if prompts not in self._prompts:
+            self._prompts[prompts] = json.loads(Path(prompts).read_text())
+        return [self._prompts[prompts][row] for row in rows]
+
+
+def _greedy(max_new_tokens: int) -> dict[str, Any]:
+    return {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+
+
+def _die_with(parent: int) -> None:
+    """An engine that outlives the benchmark, perhaps deep in its boot, would hold the GPU."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _serve(folder: Path, answers: int) -> None:
+    threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
+    pipe = os.fdopen(answers, "wb")
+
+    def say(**message: Any) -> None:
+        pipe.write(json.dumps(message).encode() + b"\n")
+        pipe.flush()
+
+    try:
+        child = Child(folder)
+    except BaseException as error:
+        say(error=f"{type(error).__name__}: {error}")
+        os._exit(1)
+    say(result=None)
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            say(result=getattr(child, command.pop("op"))(**command))
+        except Exception as error:
+            say(error=f"{type(error).__name__}: {error}")
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _serve(Path(sys.argv[1]), int(sys.argv[2]))
