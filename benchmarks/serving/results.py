@@ -10,6 +10,7 @@ import shutil
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +107,23 @@ def _by(rows: list[dict[str, Any]], *names: str) -> dict[tuple[Any, ...], list[d
     return groups
 
 
+def _repeats(rows: list[dict[str, Any]], where: str, prompt: int) -> list[float]:
+    """Each stock measurement over the one before it: what this machine cannot tell apart."""
+    samples = [
+        row["tok_s_samples"]
+        for row in rows
+        if row["engine"] == "stock" and (row["set"], row["prompt"]) == (where, prompt)
+        and row["task"].startswith("paired")
+    ]  # fmt: skip
+    return [later / earlier for one in samples for earlier, later in pairwise(one)]
+
+
 def _throughput(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Ratios to stock over all batches and pairs of a set."""
     paired = [row for row in rows if row.get("ratios")]
     found = []
     for (where, prompt), group in _by(paired, "set", "prompt").items():
+        repeats = _repeats(rows, where, prompt)
         ratios = [ratio for row in group for ratio in row["ratios"]]
         rounds = [ratio for row in group for ratio in row["round_ratios"]]
         found.append(
@@ -121,6 +134,7 @@ def _throughput(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "pairs": len(ratios),
                 "median": round(statistics.median(ratios), 4),
                 "lower_quartile": round(_quartile(ratios), 4),
+                "stock_repeats_lower_quartile": round(_quartile(repeats), 4) if repeats else None,
                 "round_ratio_median": round(statistics.median(rounds), 4),
                 "median_by_batch": {str(row["batch"]): row["ratio"] for row in group},
             }
