@@ -9,15 +9,17 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, order=True)
 class VerifyBucket:
-    """One captured verify graph: ``batch`` requests of ``draft_steps`` + 1 tokens each."""
+    """One captured verify graph: ``batch`` requests of ``width`` tokens each."""
 
     draft_steps: int
     batch: int
+    width: int = 0
+    """Tokens verified per request: a chain's drafts and the bonus token before them (the default),
+    or the nodes of a tree."""
 
-    @property
-    def width(self) -> int:
-        """Tokens verified per request: the drafts and the bonus token before them."""
-        return self.draft_steps + 1
+    def __post_init__(self) -> None:
+        if not self.width:
+            object.__setattr__(self, "width", self.draft_steps + 1)
 
     @property
     def rows(self) -> int:
@@ -37,6 +39,15 @@ class WidthPlan:
     batches: tuple[int, ...]
     dropped: tuple[int, ...] = ()
     """Batches of the full ladder that the memory budget left no room for."""
+    width: int = 0
+    """As in ``VerifyBucket``."""
+
+    def __post_init__(self) -> None:
+        if not self.width:
+            object.__setattr__(self, "width", self.draft_steps + 1)
+
+    def bucket(self, batch: int) -> VerifyBucket:
+        return VerifyBucket(self.draft_steps, batch, self.width)
 
     def bucket_for(self, batch: int, *, padding: bool = True) -> VerifyBucket | None:
         """The smallest captured bucket that holds ``batch`` requests, if there is one."""
@@ -44,7 +55,7 @@ class WidthPlan:
         if batch < 1 or at == len(self.batches):
             return None
         size = self.batches[at]
-        return VerifyBucket(self.draft_steps, size) if padding or size == batch else None
+        return self.bucket(size) if padding or size == batch else None
 
     def mean_padded_rows(self, max_batch: int) -> float:
         """Padded rows of a verify, averaged over the covered batches up to ``max_batch``."""
@@ -62,8 +73,8 @@ class WidthPlan:
         least in a large batch.
         """
         room = len(self.batches)
-        if bytes_per_graph > 0:
-            room = min(room, max(0, int(free_bytes / bytes_per_graph)))
+        while room and room * bytes_per_graph > free_bytes:
+            room -= 1
         return replace(
             self, batches=self.batches[:room], dropped=self.dropped + self.batches[room:]
         )
@@ -82,7 +93,7 @@ class CapturePlan:
         """Buckets in capture order: widest first, largest first, so that memory is reused."""
         for width in self.widths:
             for batch in reversed(width.batches):
-                yield VerifyBucket(width.draft_steps, batch)
+                yield width.bucket(batch)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -122,6 +133,7 @@ def plan_capture(
     steps: Iterable[int],
     max_batch: int,
     *,
+    draft_tokens: int = 0,
     cap: int | None = None,
     ladder: Sequence[int] | None = None,
     padding: bool = True,
@@ -129,9 +141,10 @@ def plan_capture(
 ) -> CapturePlan:
     """Plan the graphs for ``steps`` and batches 1..``max_batch``.
 
-    ``cap`` is the largest batch the user allows; ``ladder`` replaces the default one; without
-    ``padding`` every batch needs its own graph. ``alignment``: tokens of a graph must be a multiple
-    of it (attention TP with a gathered buffer), so batches are rounded up for widths that need it.
+    ``draft_tokens`` is the width of a tree, which has one step count only. ``cap`` is the largest
+    batch the user allows; ``ladder`` replaces the default one; without ``padding`` every batch
+    needs its own graph. ``alignment``: tokens of a graph must be a multiple of it (attention TP
+    with a gathered buffer), so batches are rounded up for widths that need it.
     """
     top = max_batch if cap is None else min(cap, max_batch)
     if ladder is None:
@@ -139,8 +152,8 @@ def plan_capture(
     batches = sorted({b for b in ladder if 1 <= b <= top})
     widths = []
     for k in sorted(set(steps), reverse=True):
-        aligned = {_align(batch, k + 1, alignment) for batch in batches}
-        widths.append(WidthPlan(k, tuple(sorted(aligned))))
+        aligned = {_align(batch, draft_tokens or k + 1, alignment) for batch in batches}
+        widths.append(WidthPlan(k, tuple(sorted(aligned)), width=draft_tokens))
     return CapturePlan(tuple(widths), max_batch, padding)
 
 

@@ -52,7 +52,8 @@ class DraftStepsController:
         self.states: dict[int, StepState] = {}
         self.replaced = False
         self._memory_gb = memory_gb
-        self._current: int = engine.worker.speculative_num_steps
+        self._configured: int = engine.worker.speculative_num_steps
+        self._current: int = self._configured
         self._router: VerifyGraphRunner | None = None
         self._eager_phases: dict[int, tuple[tuple[Phase, Decision], ...]] = {}
         self._apply: Callable[[StepState], None] | None = None
@@ -133,9 +134,11 @@ class DraftStepsController:
         log = self.engine.tp_rank() == 0
         gate = VerifyGate(self.plan)
         self.counters = Counters(self.plan, log=log)
-        start = self.states[self._current]
-        targets = {k: s.target_graphs for k, s in self.states.items() if s.target_graphs}
-        self._router = self._route(Phase.VERIFY, targets, gate)
+        targets = {
+            k: s.target_graphs for k, s in self.states.items() if s.target_graphs is not None
+        }
+        if targets:
+            self._router = self._route(Phase.VERIFY, targets, gate)
         for steps, state in self.states.items():
             self._eager_phases[steps] = _phases_without_graphs(state)
             self.states[steps] = replace(
@@ -147,13 +150,14 @@ class DraftStepsController:
                 ),
             )
         self._apply = self.engine.switch()
-        self._apply(self.states[start.draft_steps])
+        self._apply(self.states[self._current])
 
     def _wrap(self, phase: Phase, steps: int, runner: Any, gate: VerifyGate) -> Any:
         return None if runner is None else self._route(phase, {steps: runner}, gate)
 
     def _route(self, phase: Phase, runners: dict[int, Any], gate: VerifyGate) -> VerifyGraphRunner:
-        read_facts = self.engine.facts_reader(phase, runners[max(runners)])
+        steps_of_width = {width.width: width.draft_steps for width in self.plan.widths}
+        read_facts = self.engine.facts_reader(phase, runners[max(runners)], steps_of_width)
         return VerifyGraphRunner(
             phase, runners, gate=gate, counters=self.counters, read_facts=read_facts,
             observe=self.observe,
@@ -164,6 +168,8 @@ class DraftStepsController:
     def activate_step_by_batch(self, batch_size: int) -> None:
         """Head of the decode branch, forward stream, before draft: the one place to switch."""
         steps = self.policy.draft_steps(batch_size)
+        if steps not in self.states:
+            steps = self._configured  # its buckets were dropped at start-up
         if steps != self._current:
             if not self.in_place():
                 steps = self._give_up()
@@ -210,11 +216,13 @@ class DraftStepsController:
 
 def _phases_without_graphs(state: StepState) -> tuple[tuple[Phase, Decision], ...]:
     """Phases of a state that run a forward but were given no graph by SGLang."""
-    missing = Decision(None, RejectReason.BACKEND_NOT_GRAPHED)
+    without_any = state.target_graphs is None
+    reason = RejectReason.NO_RUNNER if without_any else RejectReason.BACKEND_NOT_GRAPHED
     runs_draft = state.draft_steps > 1  # k steps run k - 1 draft forwards
     return tuple(
-        (phase, missing)
+        (phase, Decision(None, reason))
         for phase, runs, graphs in (
+            (Phase.VERIFY, True, state.target_graphs),
             (Phase.DRAFT, runs_draft, state.draft_graphs),
             (Phase.DRAFT_EXTEND, True, state.draft_extend_graphs),
         )

@@ -87,7 +87,6 @@ class BatchFacts(NamedTuple):
     overlap_blocked: bool = False
     hidden_mode_above_captured: bool = False
     ngram_mismatch: bool = False
-    variant_missing: bool = False
 
 
 _CLEAR = BatchFacts(1, 0)[2:]
@@ -125,6 +124,16 @@ class VerifyGate:
         reason, detail = self._reason(facts)
         return Decision(None, reason, detail)
 
+    @property
+    def upstream_reason(self) -> RejectReason:
+        """Why SGLang may refuse a batch that this gate lets through.
+
+        Without padding it looks the exact graph up, of one LoRA, stream or attention variant.
+        """
+        if self.plan.padding:
+            return RejectReason.REFUSED_UPSTREAM
+        return RejectReason.GRAPH_VARIANT_MISSING
+
     def _reason(self, facts: BatchFacts) -> tuple[RejectReason, str]:
         for blocked, reason in (
             (not facts.is_verify, RejectReason.FORWARD_MODE),
@@ -143,7 +152,6 @@ class VerifyGate:
             (facts.overlap_blocked, RejectReason.TWO_BATCH_OVERLAP),
             (facts.hidden_mode_above_captured, RejectReason.HIDDEN_MODE),
             (facts.ngram_mismatch, RejectReason.NGRAM_TOKEN_COUNT),
-            (facts.variant_missing, RejectReason.GRAPH_VARIANT_MISSING),
         ):
             if blocked:
                 return reason, ""

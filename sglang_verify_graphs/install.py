@@ -173,6 +173,8 @@ def _check_steps(settings: Settings, server_args: Any) -> None:
 
 
 def _patch_scheduler(module: Any) -> None:
+    if not os.environ.get(ENV):
+        return  # disabled before SGLang was imported
     wrappers = (_init_all_cuda_graphs, _get_internal_state)
     for need, wrapper in zip(requirements.SCHEDULER, wrappers, strict=True):
         if problems := requirements.unmet((need,)):

@@ -53,9 +53,10 @@ class Counters:
             self._warned.add(phase)
             eager, total = sum(counts.values()), self.total(phase)
             reasons = ", ".join(f"{r.value} {n}" for r, n in counts.items() if n)
+            main = max(counts, key=lambda r: counts[r])
             logger.warning(
                 "[verify-graphs] %d%% of %d %s forwards so far ran eager: %s; %s",
-                round(100 * eager / total), total, phase.value, reasons, reason.advice,
+                round(100 * eager / total), total, phase.value, reasons, main.advice,
             )  # fmt: skip
 
     def accept(self, correct_drafts: Iterable[int]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sglang_verify_graphs.buckets import VerifyBucket
-from sglang_verify_graphs.gate import BatchFacts, Decision, Phase, RejectReason, VerifyGate
+from sglang_verify_graphs.gate import BatchFacts, Decision, Phase, VerifyGate
 from sglang_verify_graphs.metrics import Counters
 
 _DECISION = "_verify_graphs_decision"
@@ -73,6 +73,6 @@ class VerifyGraphRunner:
                     return Decision(VerifyBucket(facts.draft_steps, facts.batch))
                 return decision
             if decision.bucket is not None:
-                decision = Decision(None, RejectReason.REFUSED_UPSTREAM)
+                decision = Decision(None, self._gate.upstream_reason)
         self._counters.refuse(self._phase, decision)
         return decision

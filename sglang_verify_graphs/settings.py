@@ -62,7 +62,7 @@ class Settings:
         """Parse the environment variable; unknown names and wrong types are errors."""
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SettingsError(
                 f"{ENV}={text[:80]!r} is not JSON ({error}); unset it and pass {FLAG} instead"
             ) from None
@@ -159,15 +159,16 @@ def _bad(name: str, value: object, need: str) -> SettingsError:
 
 
 def _step_list(name: str, steps: Any, *, ordered: bool = False) -> tuple[int, ...]:
-    values = tuple(steps) if isinstance(steps, (tuple, list, range)) else ()
-    if (not values and not ordered) or not all(_is_int(k) and k >= 0 for k in values):
+    listed = isinstance(steps, (tuple, list, range))
+    values = tuple(steps) if listed else ()
+    if not (listed and (values or ordered)) or not all(_is_int(k) and k >= 0 for k in values):
         raise _bad(name, steps, "it must be a list of draft step counts >= 0, for example 0,1,3")
     return values if ordered else tuple(sorted(set(values)))
 
 
 def _parse_steps(text: str) -> tuple[int, ...]:
     words = str(text).replace(",", " ").split()
-    if not words or not all(word.isdecimal() for word in words):
+    if not words or not all(word.isdecimal() and len(word) < 10 for word in words):
         raise _bad("steps", text, "it must be a list of draft step counts >= 0, for example 0,1,3")
     return tuple(int(word) for word in words)
 

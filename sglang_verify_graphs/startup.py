@@ -92,6 +92,7 @@ def capture_verify_graphs(
     plan = plan_capture(
         steps,
         facts.max_running_requests,
+        draft_tokens=0 if facts.topk == 1 else facts.draft_tokens,
         cap=settings.max_batch,
         padding=facts.padding,
         alignment=facts.alignment,
@@ -152,26 +153,25 @@ def _observe(engine: SGLangEngine, report: Report) -> None:
         uncovered = controller.plan.uncovered(width.draft_steps)
         logger.info(
             "[verify-graphs] observing stock: draft_steps %d, %d batches up to %d, uncovered %s",
-            width.draft_steps, len(width.batches), max(width.batches),
+            width.draft_steps, len(width.batches), max(width.batches, default=0),
             format_ranges(uncovered) or "none",
         )  # fmt: skip
 
 
 def observing_controller(engine: SGLangEngine) -> DraftStepsController | None:
-    """A controller that watches the start-up state; None where stock built no verify runner."""
-    runner = engine.model_runner.decode_cuda_graph_runner
-    if not getattr(runner, "capture_bs", None) or type(engine.worker).__name__ != "EAGLEWorkerV2":
-        return None
-    if getattr(engine.worker, "adaptive_controller", None) is not None:
+    """A controller that watches the start-up state; None for a worker that has no such seat."""
+    worker, runner = engine.worker, engine.model_runner.decode_cuda_graph_runner
+    if type(worker).__name__ != "EAGLEWorkerV2" or worker.adaptive_controller is not None:
         return None  # stock swaps its own states; watching one of them would explain a part only
-    steps = engine.worker.speculative_num_steps
     plan = plan_capture(
-        [runner.captured_req_width - 1],
+        [worker.speculative_num_steps],
         int(engine.model_runner.req_to_token_pool.size),
-        ladder=runner.capture_bs,
-        padding=not runner.disable_padding,
+        draft_tokens=worker.speculative_num_draft_tokens,
+        ladder=getattr(runner, "capture_bs", None) or (),
+        padding=not getattr(runner, "disable_padding", False),
     )
-    controller = DraftStepsController(engine, plan, FixedSteps(steps), observe=True)
+    policy = FixedSteps(worker.speculative_num_steps)
+    controller = DraftStepsController(engine, plan, policy, observe=True)
     controller.register(None)
     engine.worker.adaptive_controller = controller
     controller.install()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -27,10 +27,12 @@ class StepState:
     """
 
     draft_steps: int
+    draft_tokens: int
     draft_attn_backend: Any
     draft_graphs: Any
     target_attn_backend: Any
     target_graphs: Any
+    """None where SGLang built no graphs and runs every verify eager."""
     draft_extend_attn_backend: Any
     draft_extend_graphs: Any
     chain_parents: Any = None
@@ -109,7 +111,9 @@ class SGLangEngine:
             return int(read(self.scheduler.server_args))
         return int(read())
 
-    def facts_reader(self, phase: Phase, runner: Any) -> Callable[[Any], BatchFacts]:
+    def facts_reader(
+        self, phase: Phase, runner: Any, steps_of_width: Mapping[int, int]
+    ) -> Callable[[Any], BatchFacts]:
         """Reads what the gate needs of a ForwardBatch; ``runner`` is one that captured the phase.
 
         What is constant for a runner is read once, here: the reader runs in every round.
@@ -125,12 +129,16 @@ class SGLangEngine:
         captured_mode = runner.capture_hidden_mode
         is_verify = phase is Phase.VERIFY
         own_steps: int = runner.speculative_num_steps
+        ngram = self.model_runner.spec_algorithm.is_ngram()
 
         def read(batch: Any) -> BatchFacts:
-            hidden_mode = batch.capture_hidden_mode
+            hidden_mode, steps = batch.capture_hidden_mode, own_steps
+            if is_verify:
+                width = 1 if batch.spec_info is None else batch.spec_info.num_tokens_per_req
+                steps = steps_of_width.get(width, width - 1)
             return BatchFacts(
                 max(batch.original_global_num_tokens_cpu) if gathered else batch.batch_size,
-                batch.spec_info.num_tokens_per_req - 1 if is_verify else own_steps,
+                steps,
                 not is_verify or batch.forward_mode is verify_mode,
                 batch.replace_embeds is not None,
                 ragged,
@@ -138,6 +146,7 @@ class SGLangEngine:
                 encoder and not bool((batch.encoder_lens > 0).all()),
                 overlap and not batch.can_run_tbo,
                 is_verify and hidden_mode is not captured_mode and hidden_mode > captured_mode,
+                ngram and batch.batch_size * width != batch.input_ids.numel(),
             )
 
         return read
@@ -146,13 +155,14 @@ class SGLangEngine:
 
     def start_up_state(self) -> StepState:
         """The state that SGLang itself built for the configured step count."""
-        draft = self.worker._draft_worker
+        draft, runner = self.worker._draft_worker, self.model_runner.decode_cuda_graph_runner
         return self._state(
             self.worker.speculative_num_steps,
+            self.worker.speculative_num_draft_tokens,
             draft_attn_backend=draft.draft_attn_backend,
             draft_graphs=draft.cuda_graph_runner,
             target_attn_backend=self.model_runner.attn_backend,
-            target_graphs=self.model_runner.decode_cuda_graph_runner,
+            target_graphs=runner if getattr(runner, "capture_bs", None) else None,
             draft_extend_attn_backend=draft.draft_extend_attn_backend,
             draft_extend_graphs=draft.cuda_graph_runner_for_draft_extend,
         )
@@ -166,6 +176,7 @@ class SGLangEngine:
             )
         return self._state(
             draft_steps,
+            draft_steps + 1,
             draft_attn_backend=built.draft_attn_backend,
             draft_graphs=built.cuda_graph_runner,
             target_attn_backend=built.target_attn_backend,
@@ -174,18 +185,17 @@ class SGLangEngine:
             draft_extend_graphs=built.cuda_graph_runner_for_draft_extend,
         )
 
-    def _state(self, draft_steps: int, **parts: Any) -> StepState:
+    def _state(self, draft_steps: int, draft_tokens: int, **parts: Any) -> StepState:
         draft = self.worker._draft_worker
         saved = draft.speculative_num_steps, draft.speculative_num_draft_tokens
-        draft.speculative_num_steps, draft.speculative_num_draft_tokens = (
-            draft_steps,
-            draft_steps + 1,
-        )
+        draft.speculative_num_steps = draft_steps
+        draft.speculative_num_draft_tokens = draft_tokens
         try:
             if draft.topk == 1:
                 draft._rebuild_topk1_chain_buffers()
             return StepState(
                 draft_steps=draft_steps,
+                draft_tokens=draft_tokens,
                 chain_parents=draft._topk1_parents_prealloc,
                 chain_score_indices=draft._topk1_score_indices_prealloc,
                 **parts,
@@ -204,7 +214,7 @@ class SGLangEngine:
         set_spec = _runtime_context().get_spec()._set
 
         def apply(state: StepState) -> None:
-            steps, tokens = state.draft_steps, state.draft_steps + 1
+            steps, tokens = state.draft_steps, state.draft_tokens
             worker.speculative_num_steps = draft.speculative_num_steps = steps
             worker.speculative_num_draft_tokens = draft.speculative_num_draft_tokens = tokens
             draft.draft_attn_backend = draft_runner.draft_attn_backend = state.draft_attn_backend
@@ -216,7 +226,8 @@ class SGLangEngine:
             draft._topk1_parents_prealloc = state.chain_parents
             draft._topk1_score_indices_prealloc = state.chain_score_indices
             model_runner.attn_backend = state.target_attn_backend
-            model_runner.decode_cuda_graph_runner = state.target_graphs
+            if state.target_graphs is not None:
+                model_runner.decode_cuda_graph_runner = state.target_graphs
             set_spec("speculative_num_steps", steps)
             set_spec("speculative_num_draft_tokens", tokens)
 
@@ -253,6 +264,7 @@ class SGLangEngine:
                 yield
             finally:
                 gc.unfreeze()
+                gc.collect()  # or the first full collection of the heap falls into serving
 
     def _ladder(self, batches: Sequence[int]) -> AbstractContextManager[None]:
         return _attribute(self.config("cuda_graph_config").decode, "bs", list(batches))

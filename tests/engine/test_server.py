@@ -1,0 +1,130 @@
+"""`launch_server --enable-verify-graphs` with two TP ranks: real spawn, real ranks, over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.scenarios import random_prompts
+from tests.engine.worker import ROOT, engine_env
+from tests.engine.worker import run_plugin as run
+
+pytestmark = pytest.mark.engine
+
+STARTUP_SECONDS = 240
+
+
+class Server:
+    """A server process group and its address."""
+
+    def __init__(self, arguments: list[str], log: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self._log = log
+        env = engine_env(graphs=True) | {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "sglang.launch_server",
+                    "--port",
+                    str(self.port),
+                    *arguments,
+                ],
+                cwd=ROOT,
+                env=env,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + STARTUP_SECONDS
+        while time.monotonic() < deadline:
+            assert self._process.poll() is None, self.log[-4000:]
+            try:
+                self.ask("/health_generate")
+                return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.5)
+        raise AssertionError(f"the server did not start\n{self.log[-4000:]}")
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", data, {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            text = answer.read()
+        return json.loads(text) if text else None
+
+    def stop(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(pair: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = {
+        "--device": "cpu",
+        "--tp": "2",
+        "--dtype": "float32",
+        "--model-path": pair["target"],
+        "--attention-backend": "intel_amx",
+        "--mem-fraction-static": "0.2",
+        "--max-total-tokens": "2048",
+        "--max-running-requests": "6",
+        "--grammar-backend": "none",
+        "--speculative-algorithm": "EAGLE3",
+        "--speculative-draft-model-path": pair["draft"],
+        "--speculative-num-steps": "2",
+        "--speculative-eagle-topk": "1",
+        "--speculative-num-draft-tokens": "3",
+        "--verify-graph-steps": "0,2",
+    }
+    arguments = [word for flag in flags.items() for word in flag]
+    arguments += ["--skip-tokenizer-init", "--enable-verify-graphs"]
+    started = Server(arguments, tmp_path_factory.mktemp("server") / "log.txt")
+    try:
+        started.wait()
+        yield started
+    finally:
+        started.stop()
+
+
+def test_both_ranks_are_attested_and_serve(server: Server, pair: dict[str, str]) -> None:
+    prompts = random_prompts(4)
+    sampling = {"max_new_tokens": 24, "temperature": 0}
+    answers = server.ask("/generate", {"input_ids": prompts, "sampling_params": sampling})
+    plain = run("plain", {"target": pair["target"]}, prompts=prompts, max_new_tokens=24)
+    assert [answer["output_ids"] for answer in answers] == plain
+    report = server.ask("/server_info")["internal_states"][0]["verify_graphs"]
+    assert (report["state"], report["ranks"], report["draft_steps"]) == ("active", 2, 2)
+    assert set(report["plan"]) == {"2", "0"}
+    verify = report["phases"]["verify"]
+    assert verify["eager"] == 0
+    assert verify["replayed"] == report["rounds"] > 0
+
+
+def test_one_table_at_start_up(server: Server) -> None:
+    lines = [line for line in server.log.splitlines() if "[verify-graphs]" in line]
+    assert sum("active on 2 rank(s)" in line for line in lines) == 1
+    assert len(lines) == 4, lines

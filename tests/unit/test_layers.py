@@ -1,0 +1,63 @@
+"""The pure group needs neither torch nor SGLang, and no module of it imports another layer."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sglang_verify_graphs
+
+PACKAGE = Path(sglang_verify_graphs.__file__).parent
+PURE = ("buckets", "gate", "policy", "settings", "metrics", "support", "runner", "rounds", "errors")
+ALLOWED = {
+    "buckets": set(),
+    "errors": set(),
+    "gate": {"buckets"},
+    "policy": set(),
+    "settings": {"errors"},
+    "metrics": {"buckets", "gate"},
+    "support": set(),
+    "runner": {"buckets", "gate", "metrics"},
+    "rounds": set(),
+}
+
+_BLOCK = """
+import sys
+for name in ("torch", "sglang", "wrapt"):
+    sys.modules[name] = None
+import sglang_verify_graphs
+for name in sys.argv[1:]:
+    __import__("sglang_verify_graphs." + name)
+"""
+
+
+def test_pure_modules_import_on_any_machine() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _BLOCK, *PURE], capture_output=True, text=True, check=False,
+        cwd=PACKAGE.parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_layers(module: str) -> None:
+    tree = ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
+    imported = {
+        node.module.removeprefix("sglang_verify_graphs.")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang_verify_")
+    }
+    assert imported <= ALLOWED[module]
+
+
+def test_only_compat_imports_sglang() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.split(".")[0] == "sglang" for name in names), path
