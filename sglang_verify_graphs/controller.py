@@ -25,6 +25,9 @@ logger = logging.getLogger("sglang_verify_graphs")
 
 MEMORY_MARGIN_GB = 1.0
 """Device memory left free for activations of eager and prefill forwards."""
+FIRST_GRAPH_GB = 0.05
+"""Taken for a graph of the configured width, before one was measured: three times the 0.014 GiB
+that each took on an 8B shape (benchmarks/results/serve-h200-0.5.17.json)."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,19 @@ class DraftStepsController:
         self._current: int = self._configured
         self._router: VerifyGraphRunner | None = None
         self._eager_phases: dict[int, tuple[tuple[Phase, Decision], ...]] = {}
-        self._apply: Callable[[StepState], None] | None = None
+        self._apply: Callable[[StepState], None] = _not_installed
         self.timer = RoundTimer(engine.model_runner.device)
         self.counters = Counters((), log=False)
+
+    def fit_configured_width(self) -> tuple[int, ...]:
+        """Batches to capture for the configured width: stock's reach always, more where it fits."""
+        width = self.plan.widths[0]
+        stock_top = max(self.engine.stock_ladder())
+        above = replace(width, batches=tuple(b for b in width.batches if b > stock_top))
+        fitted = above.fit(self._free_bytes(0.0), FIRST_GRAPH_GB * 2**30)
+        kept = width.batches[: len(width.batches) - len(fitted.dropped)]
+        self.plan = self.plan.replace_width(replace(fitted, batches=kept))
+        return kept
 
     # -- start-up: called by EAGLEWorkerV2.init_cuda_graphs ----------------------------------------
 
@@ -90,10 +103,14 @@ class DraftStepsController:
     def _fit(self, width: WidthPlan, used_gb: float) -> WidthPlan:
         last = self.captured[-1]
         per_graph = max(last.gb, 0.0) / len(last.batches)
+        return width.fit(self._free_bytes(used_gb), per_graph * 2**30)
+
+    def _free_bytes(self, used_gb: float) -> int:
+        """What graphs may still take on every rank."""
         free = self.engine.free_gb() - MEMORY_MARGIN_GB
         if self._memory_gb is not None:
             free = min(free, self._memory_gb - used_gb)
-        return width.fit(int(free * 2**30), per_graph * 2**30)
+        return int(free * 2**30)
 
     def _log_dropped(self, gb_per_graph: float) -> None:
         dropped = {w.draft_steps: list(w.dropped) for w in self.plan.widths if w.dropped}
@@ -174,7 +191,7 @@ class DraftStepsController:
             if not self.in_place():
                 steps = self._give_up()
             if steps != self._current:
-                self._apply(self.states[steps])  # type: ignore[misc]
+                self._apply(self.states[steps])
                 self._current = steps
         self.counters.rounds += 1
         for phase, decision in self._eager_phases[steps]:
@@ -201,7 +218,6 @@ class DraftStepsController:
 
     def least_kv_reserved(self) -> int:
         """KV slots a round may allocate in the state that reserves least."""
-        assert self._apply is not None
         reserved = []
         for state in self.states.values():
             self._apply(state)
@@ -212,6 +228,10 @@ class DraftStepsController:
     @property
     def current_steps(self) -> int:
         return self._current
+
+
+def _not_installed(state: StepState) -> None:
+    raise CaptureError("a switch before every graph was captured; report it")
 
 
 def _phases_without_graphs(state: StepState) -> tuple[tuple[Phase, Decision], ...]:

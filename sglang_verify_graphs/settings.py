@@ -28,7 +28,8 @@ class Settings:
     max_batch: int | None = None
     """Largest batch to capture, in requests; default max_running_requests."""
     memory_gb: float | None = None
-    """GPU memory in GiB that the graphs of the narrower widths may take on each rank."""
+    """GPU memory in GiB that graphs beyond SGLang's own (other widths, larger batches) may take
+    on each rank."""
     observe: bool = False
     """Count, time and explain stock behaviour; change nothing."""
     strict: bool = False
@@ -116,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Draft step counts to capture, e.g. 0,1,3 (default: 0 to the configured).",
     )
     add(f"{_PREFIX}max-batch", "Largest batch to capture (default: max running requests).")
-    add(f"{_PREFIX}memory-gb", "GPU memory (GiB, each rank) that the narrower widths may take.")
+    add(f"{_PREFIX}memory-gb", "GPU memory (GiB, each rank) for graphs beyond SGLang's own.")
     switch(f"{_PREFIX}observe", "Stock behaviour; count, time and explain it only.")
     switch(f"{_PREFIX}strict", "Refuse to start where the feature would otherwise be switched off.")
     switch(f"{_PREFIX}allow-untested", "Run on an SGLang release outside the tested list.")

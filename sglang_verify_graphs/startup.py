@@ -84,6 +84,8 @@ def capture_verify_graphs(
         if scheduler.draft_worker is not None:
             _observe(engine, report)
         return
+    if report.reasons and engine.tp_rank() == 0:
+        logger.warning("[verify-graphs] %s", report.reasons[0])
     if settings.observe:
         report.state = "observe"
         stock_capture()
@@ -102,7 +104,7 @@ def capture_verify_graphs(
         policy = ScriptedSteps(settings.script)
     controller = DraftStepsController(engine, plan, policy, memory_gb=settings.memory_gb)
     engine.worker.adaptive_controller = controller
-    with engine.capturing(plan.widths[0].batches):
+    with engine.capturing(controller.fit_configured_width()):
         stock_capture()
     controller.install()
     report.state, report.controller = "active", controller
@@ -121,7 +123,6 @@ def _steps(facts: ServerFacts, settings: Settings, report: Report) -> tuple[int,
     wanted = set(settings.steps or ()) | set(settings.script)
     if settings.strict and wanted - {facts.draft_steps}:
         raise UnsupportedError(limits[0].message)
-    logger.warning("[verify-graphs] %s", limits[0].message)
     return (facts.draft_steps,)
 
 

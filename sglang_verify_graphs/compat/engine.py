@@ -266,6 +266,10 @@ class SGLangEngine:
                 gc.unfreeze()
                 gc.collect()  # or the first full collection of the heap falls into serving
 
+    def stock_ladder(self) -> list[int]:
+        """Batches that SGLang would capture."""
+        return list(self.config("cuda_graph_config").decode.bs)
+
     def _ladder(self, batches: Sequence[int]) -> AbstractContextManager[None]:
         return _attribute(self.config("cuda_graph_config").decode, "bs", list(batches))
 

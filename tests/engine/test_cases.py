@@ -115,7 +115,8 @@ def test_observing_changes_nothing(pair: dict[str, str]) -> None:
 
 
 def test_a_memory_budget_drops_buckets_by_name(pair: dict[str, str]) -> None:
-    got = run("serve", {**pair, "steps": 3}, {"memory_gb": 1e-6}, requests=4)
+    config = {**pair, "steps": 3, "server_args": {"max_running_requests": 8}}
+    got = run("serve", config, {"memory_gb": 1e-6}, requests=4)
     status = got["status"]
     assert status["state"] == "active"
     assert set(status["dropped"]) == {"2", "1", "0"}
@@ -238,3 +239,13 @@ def test_steps_whose_buckets_were_dropped_fall_back(pair: dict[str, str]) -> Non
     got = run("serve", {**pair, "steps": 3}, settings, requests=3)
     assert {b.split("x")[1] for b in got["status"]["buckets"]} == {"3"}
     assert verify(got)["eager"] == 0
+
+
+def test_batches_above_the_stock_ladder_need_room(pair: dict[str, str]) -> None:
+    """A small budget takes nothing from stock's own reach, and says what it left out."""
+    config = {**pair, "batch_sizes": [1, 2, 4], "server_args": {"max_running_requests": 8}}
+    got = run("serve", config, {"memory_gb": 1e-6, "steps": [3]}, requests=8, stagger=0)
+    assert got["status"]["plan"]["3"] == [1, 2, 4]
+    assert got["status"]["dropped"]["3"] == [6, 8]
+    assert set(verify(got)["reasons"]) == {"MEMORY_BUDGET"}
+    assert verify(got)["replayed"] > 0
