@@ -147,6 +147,18 @@ def _print_plan(matrix: Matrix) -> None:
             print(f"    {task.key:<20}{task.seconds:>5.0f} s  batches {list(task.batches)}")
 
 
+def _own_cores(engines: int) -> list[list[int]]:
+    """Cores of each engine: its own where there are three or more for each, else all of them.
+
+    Rounds of a small model are bound by the host, and engines on shared cores slow each other down.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // engines
+    if each < 3:
+        return [cores] * engines
+    return [cores[i * each : (i + 1) * each] for i in range(engines)]
+
+
 class Benchmark:
     """Walks the configurations; the next one's engines import while the present one's boot."""
 
@@ -192,8 +204,10 @@ class Benchmark:
         if configuration.key not in self._started:
             folder = self._state / "engines" / configuration.key.replace("/", "-")
             engines = {
-                spec.role: EngineProcess(spec, folder / spec.role, next(self._ports))
-                for spec in configuration.engines
+                spec.role: EngineProcess(spec, folder / spec.role, next(self._ports), cores)
+                for spec, cores in zip(
+                    configuration.engines, _own_cores(len(configuration.engines)), strict=True
+                )
             }
             for engine in engines.values():
                 engine.start()

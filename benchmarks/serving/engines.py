@@ -96,8 +96,9 @@ class Sample:
 class EngineProcess:
     """The parent's handle. ``start`` imports, ``boot`` loads and captures, ``stop`` ends it all."""
 
-    def __init__(self, spec: EngineSpec, folder: Path, port: int) -> None:
+    def __init__(self, spec: EngineSpec, folder: Path, port: int, cores: list[int]) -> None:
         self.spec = spec
+        self._cores = cores
         self.folder = folder
         self.booted_in = 0.0
         self._port = port
@@ -110,7 +111,7 @@ class EngineProcess:
         for name in (GO, COMMAND):
             (self.folder / name).unlink(missing_ok=True)
         args = self.spec.args | {"port": self._port, "nccl_port": self._port + 500}
-        spec = {"args": args, "settings": self.spec.settings}
+        spec = {"args": args, "settings": self.spec.settings, "cores": self._cores}
         (self.folder / "spec.json").write_text(json.dumps(spec))
         self._answers, child = os.pipe()
         with (self.folder / "log.txt").open("wb") as log:
@@ -249,6 +250,7 @@ class Child:
 
     def __init__(self, folder: Path) -> None:
         spec = json.loads((folder / "spec.json").read_text())
+        os.sched_setaffinity(0, spec["cores"])
         if spec["settings"] is not None:
             import sglang_verify_graphs
 

@@ -16,6 +16,7 @@ from serving.models import Model
 
 STEPS = 3
 STOCK, PLAN, VERIFY, OBSERVE = "stock", "stock-plan", "verify-graphs", "observe"
+STOCK_ONE_STEP = "stock-one-step"
 ADAPTIVE, ADAPTIVE_PLAN = "stock-adaptive", "stock-adaptive-plan"
 
 
@@ -180,7 +181,15 @@ class Matrix:
         tasks = (
             self._paired(scale.prompt, batches, scale.new_tokens, 0.4),
             Task("equality", (*both, PLAN), 8, scale.prompt, batches, 0, scale.new_tokens),
-            Task("divergence", (*both, PLAN), 30, scale.prompt, scale.groups, 0, scale.new_tokens),
+            Task(
+                "divergence",
+                (*both, PLAN, STOCK_ONE_STEP),
+                32,
+                scale.prompt,
+                scale.groups,
+                0,
+                scale.new_tokens,
+            ),
             Task("pinned", both, 8, scale.prompt, scale.pinned_batches, 2, scale.new_tokens),
             Task("hot_path", (VERIFY,), 5, scale.prompt, few, 0, scale.new_tokens),
             self._paired(scale.long_prompt, scale.long_batches, scale.new_tokens, 0.5, warm=6),
@@ -188,10 +197,14 @@ class Matrix:
         engines = (
             self._engine(STOCK, attention, self.real),
             self._engine(PLAN, attention, self.real, ladder=self.planned_ladder),
+            self._engine(
+                STOCK_ONE_STEP, attention, self.real,
+                speculative_num_steps=1, speculative_num_draft_tokens=2,
+            ),
             self._engine(VERIFY, attention, self.real),
-        )
+        )  # fmt: skip
         key = f"{attention}/{self.real.name}"
-        return Configuration(key, attention, self.real, engines, tasks, 80)
+        return Configuration(key, attention, self.real, engines, tasks, 90)
 
     def shape(self, attention: str) -> Configuration:
         """The dummy shape: throughput where the model, not the launches, takes the time."""
@@ -304,5 +317,5 @@ class Matrix:
             settings = {"strict": True}
         elif role == OBSERVE:
             settings = {"observe": True}
-        engine = {PLAN: STOCK, ADAPTIVE_PLAN: ADAPTIVE}.get(role, role)
+        engine = {PLAN: STOCK, STOCK_ONE_STEP: STOCK, ADAPTIVE_PLAN: ADAPTIVE}.get(role, role)
         return EngineSpec(role, engine, args | scale.base | model.args | more, settings, model.env)

@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from serving.engines import EngineProcess, Sample
-from serving.matrix import OBSERVE, PLAN, STEPS, STOCK, VERIFY, Configuration, Scale, Task
+from serving.matrix import (
+    OBSERVE,
+    PLAN,
+    STEPS,
+    STOCK,
+    STOCK_ONE_STEP,
+    VERIFY,
+    Configuration,
+    Scale,
+    Task,
+)
 from serving.models import tokens_sha256
 from serving.results import Results
 
@@ -214,13 +224,13 @@ class Session:
 
     def _divergence(self, task: Task) -> None:
         """First divergences across steps and across buckets, beside stock against stock."""
-        largest, *smaller = task.batches
+        largest = max(task.batches)
         judge = Judge(self.engines[STOCK], self.prompts(task.prompt))
         stock = {size: self._in_groups(STOCK, task, largest, size) for size in task.batches}
         plan = {size: self._in_groups(PLAN, task, largest, size) for size in task.batches}
         ours = {size: self._in_groups(VERIFY, task, largest, size) for size in task.batches}
         reference = stock[largest]
-        across_batches = [(reference, stock[size]) for size in smaller]
+        one_step = self._in_groups(STOCK_ONE_STEP, task, largest, largest)
         self._divergences(
             "buckets",
             judge,
@@ -239,7 +249,8 @@ class Session:
             self.results.add("rows", row, ROW)
             narrow.append((reference, sample.tokens))
         engine.command("steps", script=[STEPS])
-        self._divergences("steps", judge, narrow, across_batches, {"script": list(SCRIPT)})
+        control = [(reference, one_step)]
+        self._divergences("steps", judge, narrow, control, {"script": list(SCRIPT)})
 
     def _in_groups(self, role: str, task: Task, count: int, size: int) -> Tokens:
         tokens: Tokens = []

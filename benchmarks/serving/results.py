@@ -27,8 +27,9 @@ NOTES = {
     "largest batch; across buckets: in the same batch); unexplained unless both tokens' logits lie "
     "within 4 bf16 ulp of the largest, as stock computes them in prefill; -1 in gaps_ulp: one of "
     "the two is not near the top",
-    "stock_control": "the same count between two runs of stock that differ in batch (steps) or "
-    "ladder (buckets) only; allowed is 1.5 times that, for as many rows",
+    "stock_control": "the same count between two stock engines that differ in their configured "
+    "steps (1 and 3) or in their ladder (buckets) only; allowed is 1.5 times that, for as many "
+    "rows",
 }
 
 

@@ -1,14 +1,13 @@
-"""Training prompts: every template filled with every topic of its kind, in a shuffled order.
+"""Training prompts from templates and topics.
 
 A draft model only has to imitate its target, so the prompts need breadth, not quality.
 """
 
 from __future__ import annotations
 
-import itertools
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -385,15 +384,14 @@ def read_prompts(path: Path) -> list[str]:
     return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
-def training_prompts(heldout: Sequence[str], seed: int, raw_share: float = 0.1) -> Iterator[Prompt]:
-    """Yield distinct prompts without end, none of them a held-out one.
+def template_prompts(seen: set[str], seed: int, raw_share: float = 0.1) -> Iterator[Prompt]:
+    """Yield prompts whose keys are not in `seen` yet, without end, and add them.
 
     Templates are drawn evenly, so that a template with few fillings is not drowned by the others;
     once it has nothing new to give it falls silent.
     """
     rng = random.Random(seed)
-    seen = {key(text) for text in heldout}
-    for _ in itertools.count():
+    while True:
         chat = rng.random() >= raw_share
         text = fill(rng.choice(CHAT_TEMPLATES if chat else RAW_TEMPLATES), rng)
         if (identity := key(text)) not in seen:

@@ -1,8 +1,9 @@
 """Train the EAGLE-3 draft on text that the target itself writes, within a time budget.
 
-Four stages: the target answers the training prompts; its features are computed once and kept; the
-draft learns to continue its own chains (training-time test); its accept length is measured on the
-held-out prompts. One GPU is enough, and the features of 20 000 answers take about 30 GB of it.
+The target answers prompts: some are templates filled with topics, as many are questions that the
+target makes up itself, for templates alone are too narrow to learn from. The draft then learns to
+continue its own chains (training-time test), and its accept length is measured on prompts that
+were held out.
 """
 
 from __future__ import annotations
@@ -10,21 +11,23 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from draft import Draft, DraftConfig, captured_layers, chain_matches, export, shifted, walk_rounds
-from prompts import Prompt, read_prompts, training_prompts
+from prompts import Prompt, key, read_prompts, template_prompts
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from writer import answer, rounded
 
 HERE = Path(__file__).parent
 START = time.perf_counter()
+PATHS = ("target", "out", "heldout")
 
 
 @dataclass(frozen=True)
@@ -33,16 +36,15 @@ class TrainConfig:
 
     target: Path = field(metadata={"help": "directory written by target.py"})
     out: Path = field(default=HERE / "draft", metadata={"help": "directory of the draft"})
-    minutes: float = field(default=5.0, metadata={"help": "budget of the whole run"})
+    minutes: float = field(default=6.5, metadata={"help": "budget of the whole run"})
     seed: int = 17
     draft_vocab_size: int = 5120
     chain_steps: int = field(default=4, metadata={"help": "unrolled steps in training"})
-    generation_share: float = field(default=0.4, metadata={"help": "share of the budget"})
-    generation_batch: int = 3072
+    writing_share: float = field(default=0.3, metadata={"help": "share of the budget for texts"})
+    writing_batch: int = 3072
     max_prompt_tokens: int = 96
     max_new_tokens: int = 256
     temperature: float = field(default=0.7, metadata={"help": "of every third batch of answers"})
-    feature_batch: int = 96
     batch: int = 64
     learning_rate: float = 1e-3
     weight_decay: float = 0.01
@@ -53,7 +55,7 @@ class TrainConfig:
     heldout: Path = HERE / "heldout.txt"
     heldout_tokens: int = 128
     heldout_steps: int = 3
-    save_seconds: float = 60.0
+    save_seconds: float = 40.0
 
 
 @dataclass(frozen=True)
@@ -65,18 +67,15 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """What the draft learns from, padded at the right, on the device."""
+class Batch:
+    """Texts padded at the right, and what the target thinks of them."""
 
     tokens: Tensor
     prompt_lengths: Tensor
     lengths: Tensor
     features: Tensor  # the three captured hidden states, side by side
-    final: Tensor  # the target's last hidden state after its norm
-    best: Tensor  # the target's greedy next token
-
-    def select(self, rows: Tensor) -> Corpus:
-        return Corpus(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+    final: Tensor  # the last hidden state after its norm
+    best: Tensor  # the greedy next token
 
 
 @dataclass(frozen=True)
@@ -94,66 +93,79 @@ def say(message: str) -> None:
     print(f"[{time.perf_counter() - START:6.1f} s] {message}", flush=True)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
-    text = prompt.text
-    if prompt.chat:
-        message = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+class PromptSource:
+    """Deals prompts for the target to answer, as token ids and no prompt twice."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        target: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        heldout: Sequence[str],
+    ) -> None:
+        self.config, self.target, self.tokenizer = config, target, tokenizer
+        self.seen = {key(text) for text in heldout}
+        self.templates = template_prompts(self.seen, config.seed)
+        self.invented = self.invent_questions()
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        text = prompt.text
+        if prompt.chat:
+            message = [{"role": "user", "content": text}]
+            text = self.tokenizer.apply_chat_template(
+                message, tokenize=False, add_generation_prompt=True
+            )
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def invent_questions(self) -> Iterator[list[int]]:
+        """Let the target write the user's turn too; a turn that does not end is dropped.
+
+        Stops when the target has nothing new to ask.
+        """
+        marker = "\x00"
+        message = [{"role": "user", "content": marker}]
+        opening = self.tokenizer.apply_chat_template(message, tokenize=False).split(marker)[0]
+        ids = self.tokenizer(opening, add_special_tokens=False)["input_ids"]
+        fresh = True
+        while fresh:
+            fresh = False
+            turns = answer(self.target, [ids] * self.config.writing_batch, 48, temperature=0.9)
+            for turn in turns:
+                text = self.tokenizer.decode(turn[:-1]).strip()
+                if turn[-1] == self.tokenizer.eos_token_id and key(text) not in self.seen:
+                    fresh = True
+                    self.seen.add(key(text))
+                    yield self.encode(Prompt(text, chat=True))
+
+    def invent_openings(self, count: int) -> list[list[int]]:
+        """Beginnings of texts of any kind: what the target writes after nothing at all."""
+        first = self.tokenizer.convert_tokens_to_ids("<|endoftext|>")
+        openings = answer(self.target, [[first]] * count, 24, temperature=1.0)
+        return [opening for opening in openings if opening[-1] != self.tokenizer.eos_token_id]
+
+    def deal(self, count: int) -> list[list[int]]:
+        filled = itertools.islice(map(self.encode, self.templates), count * 4 // 10)
+        invented = itertools.islice(self.invented, count * 5 // 10)
+        prompts = [*filled, *invented, *self.invent_openings(count // 10)]
+        return [ids for ids in prompts if len(ids) <= self.config.max_prompt_tokens]
 
 
-@torch.inference_mode()
-def answer(
-    target: nn.Module,
-    prompts: Sequence[list[int]],
-    max_new_tokens: int,
-    temperature: float | None = None,
-) -> list[Text]:
-    """Continue all prompts in one batch; greedy unless a temperature is given."""
-    device = target.device
-    end = target.config.eos_token_id
-    width = max(map(len, prompts))
-    ids = torch.tensor([[end] * (width - len(p)) + p for p in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature is not None:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0}
-    answers = target.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        max_new_tokens=max_new_tokens,
-        pad_token_id=end,
-        **sampling,
-    )[:, width:].tolist()
-    texts = []
-    for prompt, tokens in zip(prompts, answers, strict=True):
-        length = tokens.index(end) + 1 if end in tokens else len(tokens)
-        texts.append(Text(prompt + tokens[:length], len(prompt)))
-    return texts
-
-
-def write_corpus(
-    config: TrainConfig,
-    target: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    heldout: Sequence[str],
-) -> list[Text]:
+def write_texts(config: TrainConfig, source: PromptSource) -> list[Text]:
     """Answer batches of prompts until the next one would overrun this stage's budget."""
-    encoded = (encode(tokenizer, p) for p in training_prompts(heldout, config.seed))
-    short: Iterator[list[int]] = (ids for ids in encoded if len(ids) <= config.max_prompt_tokens)
-    deadline = 60 * config.minutes * config.generation_share
+    deadline = 60 * config.minutes * config.writing_share
     texts: list[Text] = []
     for index in itertools.count():
         started = time.perf_counter()
-        prompts = list(itertools.islice(short, config.generation_batch))
+        prompts = source.deal(config.writing_batch)
         temperature = config.temperature if index % 3 == 2 else None
-        texts += answer(target, prompts, config.max_new_tokens, temperature)
-        written = sum(len(t.tokens) - t.prompt_length for t in texts)
-        say(f"answers: {len(texts)} texts, {written / 1e6:.2f} M tokens")
+        answers = answer(source.target, prompts, config.max_new_tokens, temperature)
+        texts += [Text(p + a, len(p)) for p, a in zip(prompts, answers, strict=True)]
         now = time.perf_counter()
         if now - START + (now - started) > deadline:
-            return texts
-    raise AssertionError("unreachable")
+            break
+    written = sum(len(t.tokens) - t.prompt_length for t in texts)
+    say(f"texts: {len(texts)} with {written / 1e6:.2f} M tokens of answers")
+    return texts
 
 
 def frequent_tokens(texts: Sequence[Text], vocab_size: int, size: int) -> Tensor:
@@ -161,32 +173,45 @@ def frequent_tokens(texts: Sequence[Text], vocab_size: int, size: int) -> Tensor
     written = itertools.chain.from_iterable(t.tokens[t.prompt_length :] for t in texts)
     counts = torch.bincount(torch.tensor(list(written)), minlength=vocab_size)
     ranked = counts.argsort(descending=True, stable=True)
-    for part in sorted({size // 2, size, 2 * size}):
+    for part in (size // 2, size, 2 * size):
         share = counts[ranked[:part]].sum() / counts.sum()
         say(f"vocabulary: {part} tokens cover {share:.2%} of the answers")
     return ranked[:size].sort().values
 
 
-@torch.inference_mode()
-def read_features(target: nn.Module, texts: Sequence[Text], batch: int) -> Corpus:
+@torch.no_grad()
+def read(target: nn.Module, texts: Sequence[Text]) -> Batch:
     """Run the target over whole texts; padding at the right cannot reach what precedes it."""
     device = target.device
-    lengths = torch.tensor([len(t.tokens) for t in texts], device=device)
-    width = -(-int(lengths.max()) // 16) * 16
-    tokens = torch.tensor([t.tokens + [0] * (width - len(t.tokens)) for t in texts], device=device)
-    layers = captured_layers(target.config.num_hidden_layers)
-    hidden_size, dtype = target.config.hidden_size, target.dtype
-    features = torch.empty(*tokens.shape, 3 * hidden_size, dtype=dtype, device=device)
-    final = torch.empty(*tokens.shape, hidden_size, dtype=dtype, device=device)
-    best = torch.empty_like(tokens)
-    for start in range(0, len(texts), batch):
-        rows = slice(start, start + batch)
-        output = target.model(tokens[rows], output_hidden_states=True, use_cache=False)
-        features[rows] = torch.cat([output.hidden_states[layer] for layer in layers], dim=-1)
-        final[rows] = output.last_hidden_state
-        best[rows] = target.lm_head(output.last_hidden_state).argmax(-1)
-    prompt_lengths = torch.tensor([t.prompt_length for t in texts], device=device)
-    return Corpus(tokens, prompt_lengths, lengths, features, final, best)
+    width = rounded(max(len(t.tokens) for t in texts))
+    tokens = torch.tensor([t.tokens + [0] * (width - len(t.tokens)) for t in texts])
+    lengths = torch.tensor([len(t.tokens) for t in texts])
+    prompt_lengths = torch.tensor([t.prompt_length for t in texts])
+    tokens = tokens.to(device)
+    output = target.model(tokens, output_hidden_states=True, use_cache=False)
+    captured = captured_layers(target.config.num_hidden_layers)
+    return Batch(
+        tokens=tokens,
+        prompt_lengths=prompt_lengths.to(device),
+        lengths=lengths.to(device),
+        features=torch.cat([output.hidden_states[layer] for layer in captured], dim=-1),
+        final=output.last_hidden_state,
+        best=target.lm_head(output.last_hidden_state).argmax(-1),
+    )
+
+
+def shuffled_batches(texts: Sequence[Text], size: int, seed: int) -> Iterator[list[Text]]:
+    """Batches of texts of similar length, epoch after epoch, so that little padding is computed."""
+    rng = random.Random(seed)
+    order = list(texts)
+    while True:
+        rng.shuffle(order)
+        batches = []
+        for start in range(0, len(order), 32 * size):
+            alike = sorted(order[start : start + 32 * size], key=lambda text: len(text.tokens))
+            batches += [alike[i : i + size] for i in range(0, len(alike), size)]
+        rng.shuffle(batches)
+        yield from batches
 
 
 def chain_loss(
@@ -195,7 +220,7 @@ def chain_loss(
     embed: nn.Module,
     head: Tensor,
     target_to_draft: Tensor,
-    corpus: Corpus,
+    batch: Batch,
 ) -> tuple[Tensor, Tensor]:
     """Loss of the unrolled chains, and per step the share of drafts the target would accept.
 
@@ -203,23 +228,23 @@ def chain_loss(
     half for its distribution, which says more. A target token outside the draft's vocabulary
     cannot be learnt, but it ends the chain like any other mistake.
     """
-    index = torch.arange(corpus.tokens.shape[1], device=corpus.tokens.device)
-    starts = index >= corpus.prompt_lengths[:, None] - 1
-    scored = index < corpus.lengths[:, None] - 1
-    best = target_to_draft[corpus.best]
+    index = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    starts = index >= batch.prompt_lengths[:, None] - 1
+    scored = index < batch.lengths[:, None] - 1
+    best = target_to_draft[batch.best]
     alive = starts
-    hidden, cache = corpus.features, []
+    hidden, cache = batch.features, []
     loss = torch.zeros((), device=index.device)
     accepted = []
     for step in range(config.chain_steps):
-        hidden = draft(embed(shifted(corpus.tokens, step + 1)), hidden, step, cache)
+        hidden = draft(embed(shifted(batch.tokens, step + 1)), hidden, step, cache)
         wanted = shifted(best, step + 1)
         counted = starts & shifted(scored, step + 1)
         known = counted & (wanted >= 0)
         logits = draft.logits(hidden[known])
         labels = wanted[known]
         with torch.no_grad():
-            ahead = functional.pad(corpus.final[:, step + 1 :], (0, 0, 0, step + 1))
+            ahead = functional.pad(batch.final[:, step + 1 :], (0, 0, 0, step + 1))
             teacher = functional.linear(ahead[known], head).float().softmax(-1)
             weights = torch.where(alive[known], 1.0, config.rejected_weight)
             hits = torch.zeros_like(alive)
@@ -234,6 +259,27 @@ def chain_loss(
     return loss, torch.stack(accepted)
 
 
+@torch.no_grad()
+def measure(
+    draft: Draft, embed: nn.Module, draft_to_target: Tensor, batch: Batch, steps: int
+) -> Acceptance:
+    """Accept length of greedy decoding, from chains at every position of greedy texts."""
+    device = batch.tokens.device
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        matches = chain_matches(
+            draft, embed, draft_to_target, batch.tokens, batch.features, steps
+        ).tolist()
+    sizes = zip(batch.prompt_lengths.tolist(), batch.lengths.tolist(), strict=True)
+    rounds = [
+        correct
+        for row, (prompt_length, length) in zip(matches, sizes, strict=True)
+        for correct in walk_rounds(row, prompt_length, length)
+    ]
+    histogram = [rounds.count(correct) for correct in range(steps + 1)]
+    committed = int((batch.lengths - batch.prompt_lengths - 1).sum())
+    return Acceptance(steps, len(matches), len(rounds), committed / len(rounds), histogram)
+
+
 def learning_rate(config: TrainConfig, progress: float) -> float:
     """Warm up over the first 3 % of the time, then fall linearly: the end is always annealed."""
     return config.learning_rate * min(progress / 0.03, (1 - progress) / 0.97)
@@ -243,12 +289,13 @@ def train(
     config: TrainConfig,
     draft: Draft,
     target: nn.Module,
-    corpus: Corpus,
+    texts: Sequence[Text],
+    unseen: Batch,
     draft_to_target: Tensor,
     seconds: float,
 ) -> int:
     """Update the draft until the time is up; return the number of updates."""
-    device = corpus.tokens.device
+    device = draft_to_target.device
     embed = target.model.embed_tokens
     head = target.lm_head.weight.detach()[draft_to_target]
     target_to_draft = torch.full((target.config.vocab_size,), -1, device=device)
@@ -256,62 +303,38 @@ def train(
     optimizer = torch.optim.AdamW(
         draft.parameters(), betas=(0.9, 0.95), weight_decay=config.weight_decay
     )
-    shuffle = torch.Generator().manual_seed(config.seed)
-    begun = saved = told = time.perf_counter()
-    updates = 0
-    while True:
-        order = torch.randperm(len(corpus.tokens), generator=shuffle).to(device)
-        for rows in order.split(config.batch):
-            now = time.perf_counter()
-            progress = (now - begun) / seconds
-            if progress >= 1:
-                return updates
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(config, progress)
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                loss, accepted = chain_loss(
-                    config, draft, embed, head, target_to_draft, corpus.select(rows)
-                )
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
-            optimizer.step()
-            updates += 1
-            if now - told >= 10 or updates == 1:
-                told = now
-                rates = " ".join(f"{rate:.3f}" for rate in accepted.tolist())
-                epochs = updates * config.batch / len(corpus.tokens)
-                say(f"update {updates} epoch {epochs:.1f} loss {loss.item():.3f} accept {rates}")
-            if now - saved >= config.save_seconds:
-                saved = now
-                export(draft, draft_to_target, config.out)
-
-
-@torch.inference_mode()
-def measure(
-    draft: Draft, embed: nn.Module, draft_to_target: Tensor, corpus: Corpus, steps: int
-) -> Acceptance:
-    """Accept length of greedy decoding, from chains at every position of greedy texts."""
-    device = corpus.tokens.device
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        matches = chain_matches(
-            draft, embed, draft_to_target, corpus.tokens, corpus.features, steps
-        ).tolist()
-    sizes = zip(corpus.prompt_lengths.tolist(), corpus.lengths.tolist(), strict=True)
-    rounds = [
-        correct
-        for row, (prompt_length, length) in zip(matches, sizes, strict=True)
-        for correct in walk_rounds(row, prompt_length, length)
-    ]
-    histogram = [rounds.count(correct) for correct in range(steps + 1)]
-    committed = int((corpus.lengths - corpus.prompt_lengths - 1).sum())
-    return Acceptance(steps, len(matches), len(rounds), committed / len(rounds), histogram)
+    begun = saved = time.perf_counter()
+    for update, chosen in enumerate(shuffled_batches(texts, config.batch, config.seed)):
+        now = time.perf_counter()
+        progress = (now - begun) / seconds
+        if progress >= 1:
+            return update
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, progress)
+        batch = read(target, chosen)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss, accepted = chain_loss(config, draft, embed, head, target_to_draft, batch)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
+        optimizer.step()
+        if now - saved >= config.save_seconds or update == 0:
+            saved = now
+            export(draft, draft_to_target, config.out)
+            result = measure(draft, embed, draft_to_target, unseen, config.heldout_steps)
+            rates = " ".join(f"{rate:.3f}" for rate in accepted.tolist())
+            epoch = update * config.batch / len(texts)
+            say(
+                f"update {update} epoch {epoch:.1f} loss {loss.item():.3f} accepted {rates}"
+                f" held-out accept length {result.accept_length:.3f}"
+            )
+    raise AssertionError("batches never end")
 
 
 def run(config: TrainConfig) -> None:
     torch.manual_seed(config.seed)
-    torch.backends.cuda.matmul.allow_tf32 = True
-    torch.backends.cuda.enable_cudnn_sdp(False)  # slower than its siblings for masks that change
+    # Masks and shapes change with every batch, which costs cuDNN's attention a plan each time.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     tokenizer = AutoTokenizer.from_pretrained(config.target)
@@ -320,20 +343,19 @@ def run(config: TrainConfig) -> None:
     heldout = read_prompts(config.heldout)
     say(f"target on {device} in {dtype}, budget {config.minutes:g} min")
 
-    texts = write_corpus(config, target, tokenizer, heldout)
+    source = PromptSource(config, target, tokenizer, heldout)
+    texts = write_texts(config, source)
     draft_to_target = frequent_tokens(texts, target.config.vocab_size, config.draft_vocab_size)
     draft_to_target = draft_to_target.to(device)
-    corpus = read_features(target, texts, config.feature_batch)
-    say(f"features: {corpus.features.nbytes / 1e9 + corpus.final.nbytes / 1e9:.1f} GB")
-    prompts = [encode(tokenizer, Prompt(text, chat=True)) for text in heldout]
-    unseen = read_features(target, answer(target, prompts, config.heldout_tokens), len(prompts))
-    say(f"held-out: {len(prompts)} prompts answered")
+    prompts = [source.encode(Prompt(text, chat=True)) for text in heldout]
+    answers = answer(target, prompts, config.heldout_tokens)
+    unseen = read(target, [Text(p + a, len(p)) for p, a in zip(prompts, answers, strict=True)])
 
-    source = json.loads((config.target / "config.json").read_text(encoding="utf-8"))
-    draft = Draft(DraftConfig.of_target(source, config.draft_vocab_size)).to(device)
+    settings = json.loads((config.target / "config.json").read_text(encoding="utf-8"))
+    draft = Draft(DraftConfig.of_target(settings, config.draft_vocab_size)).to(device)
     draft.start_from_target(target, draft_to_target)
     left = 60 * config.minutes - (time.perf_counter() - START)
-    updates = train(config, draft, target, corpus, draft_to_target, max(left - 5, 5))
+    updates = train(config, draft, target, texts, unseen, draft_to_target, max(left - 5, 5))
     export(draft, draft_to_target, config.out)
     say(f"wrote {config.out} after {updates} updates")
 
@@ -357,9 +379,6 @@ def run(config: TrainConfig) -> None:
     }
     path = config.out.parent / "training.json"
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-
-
-PATHS = ("target", "out", "heldout")
 
 
 def parse_arguments() -> TrainConfig:

@@ -67,6 +67,9 @@ def test_tiny_ladder_is_one_warning(pair: dict[str, str]) -> None:
     assert len(shares) == 1
     assert "--cuda-graph-max-bs" in shares[0]
     assert len([line for line in got["log"] if "WARNING" in line]) <= 6
+    rounds = got["status"]["round_ms"]["20x3"]
+    assert rounds["rounds"] > 5
+    assert 0 < rounds["least_ms"] <= rounds["mean_ms"]
 
 
 def test_padding_disabled(pair: dict[str, str]) -> None:
