@@ -1,6 +1,6 @@
 """Applies the wrappers when SGLang's modules are imported, and takes them back by identity.
 
-Three wrappers in all, none of them on anything that is pickled or on the hot path:
+Four wrappers in all, none of them on anything that is pickled or on the hot path:
 ``ServerArgs.add_cli_args``/``from_cli_args`` in the launcher, and in the scheduler process
 ``Scheduler.init_all_cuda_graphs`` and ``Scheduler.get_internal_state``.
 """
@@ -8,6 +8,7 @@ Three wrappers in all, none of them on anything that is pickled or on the hot pa
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -55,23 +56,30 @@ report = Report()
 
 def install() -> None:
     """Wrap what the settings ask for, now or when SGLang imports it. Safe to call again."""
-    if settings_from_env(os.environ) is None:
-        install_launcher()
-        return
-    refuse_whitelist()
-    _when_imported(_SCHEDULER, _patch_scheduler)
+    install_launcher()
+    install_scheduler()
 
 
 def install_launcher() -> None:
     """Wrap the flag parser where a command line may name our flags."""
-    if not os.environ.get(ENV) and mentions_flags(sys.argv[1:]):
+    launcher = multiprocessing.parent_process() is None  # a worker holds the launcher's argv
+    if launcher and mentions_flags(sys.argv[1:]):
         _when_imported(_SERVER_ARGS, _patch_server_args)
 
 
-def uninstall() -> list[str]:
-    """Put every original back; names those that somebody else has wrapped since, which stay."""
+def install_scheduler() -> None:
+    """Wrap the scheduler where the environment carries settings."""
+    if settings_from_env(os.environ) is not None:
+        refuse_whitelist()
+        _when_imported(_SCHEDULER, _patch_scheduler)
+
+
+def uninstall(module: str = "") -> list[str]:
+    """Put the originals back, of one module or all; names those that others have wrapped since."""
     kept = []
     for target, patch in list(_patches.items()):
+        if not target.startswith(module):
+            continue
         if patch.owner.__dict__.get(patch.name) is patch.ours:
             setattr(patch.owner, patch.name, patch.original)
             del _patches[target]
@@ -148,9 +156,8 @@ def _from_cli_args(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             os.environ[ENV] = settings.to_json()
     except SettingsError as error:
         raise SystemExit(f"[verify-graphs] {error}") from None
-    uninstall()  # flags are parsed: the launcher needs no wrapper any more
-    if settings is not None:
-        install()
+    uninstall(_SERVER_ARGS)  # the flags are parsed
+    install_scheduler()
     return server_args
 
 

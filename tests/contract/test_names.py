@@ -227,7 +227,7 @@ _PYTHON = {
     for name in dir(owner)
 }  # fmt: skip
 _OTHERS = {
-    "__dict__", "environ", "argv", "modules",
+    "__dict__", "environ", "argv", "modules", "parent_process",
     "register_post_import_hook", "wrap_function_wrapper",
     "cuda", "Stream", "distributed", "all_gather_object", "all", "numel",
 }  # fmt: skip

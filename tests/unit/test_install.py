@@ -282,10 +282,11 @@ class TestOnSGLang:
         assert "SGLANG_VERIFY_GRAPHS='{broken' is not JSON" in line
         assert ON in line
 
-    def test_flags_in_the_launcher(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("carried", [{}, {ENV: "{}"}], ids=["flags", "flags over environment"])
+    def test_flags_in_the_launcher(self, tmp_path: Path, carried: dict[str, str]) -> None:
         """A bad one ends with its line; good ones go to the workers, and the wrappers go away."""
         (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-        got = sglang(_LAUNCH, ON, str(tmp_path))
+        got = sglang(_LAUNCH, ON, str(tmp_path), **carried)
         assert not isinstance(got, subprocess.CompletedProcess), got.stderr[-2000:]
         many, lonely = got["ends"]
         assert "--verify-graph-steps 'many'" in many
