@@ -107,6 +107,7 @@ def test_steps_wider_than_three_serve(
 def test_draft_extend_graphs_have_the_width_of_their_state(pair: dict[str, str]) -> None:
     got = run("draft_extend_widths", {**pair, "steps": 3}, {"script": [3, 1, 0, 2]})
     assert got["widths"] == {"3": 4, "2": 3, "1": 2, "0": 1}
+    assert got["bag"] == got["worker"]
     assert got["kept"]
     assert got["current"]
 
