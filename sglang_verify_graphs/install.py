@@ -34,8 +34,8 @@ from sglang_verify_graphs.startup import Report, capture_verify_graphs
 logger = logging.getLogger("sglang_verify_graphs")
 
 PLUGIN = "verify_graphs"
-_SERVER_ARGS = "sglang.srt.server_args"
-_SCHEDULER = "sglang.srt.managers.scheduler"
+_SERVER_ARGS = requirements.LAUNCHER[0].module
+_SCHEDULER = requirements.SCHEDULER[0].module
 """Modules whose import triggers a patch."""
 
 
@@ -133,8 +133,8 @@ def _patch_server_args(module: Any) -> None:
     if problems := requirements.unmet(requirements.LAUNCHER):
         logger.error("[verify-graphs] off: %s; use a tested SGLang release", problems[0])
         return
-    _wrap(module, "ServerArgs.add_cli_args", _add_cli_args)
-    _wrap(module, "ServerArgs.from_cli_args", _from_cli_args)
+    for need, wrapper in zip(requirements.LAUNCHER, (_add_cli_args, _from_cli_args), strict=True):
+        _wrap(module, need.qualname, wrapper)
 
 
 def _add_cli_args(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -191,13 +191,9 @@ def _patch_scheduler(module: Any) -> None:
 
 
 def _switch_off(why: str) -> None:
-    """One error line and stock behaviour, or no server under ``--verify-graph-strict``."""
     settings = settings_from_env(os.environ)
-    if settings is not None and settings.strict:
-        raise SystemExit(f"[verify-graphs] not started (--verify-graph-strict): {why}")
-    report.state, report.sglang = "off", sglang_version()
-    report.reasons.append(f"off: {why}")
-    logger.error("[verify-graphs] off: %s", why)
+    report.sglang = sglang_version()
+    report.switch_off(f"off: {why}", strict=settings is not None and settings.strict)
 
 
 def _init_all_cuda_graphs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:

@@ -23,18 +23,22 @@ class Counters:
 
     def __init__(self, buckets: Iterable[VerifyBucket], *, log: bool) -> None:
         self._log = log
-        self.replayed = {phase: dict.fromkeys(buckets := tuple(buckets), 0) for phase in Phase}
+        buckets = tuple(buckets)
+        self.replayed = {phase: dict.fromkeys(buckets, 0) for phase in Phase}
         self.eager = {phase: dict.fromkeys(RejectReason, 0) for phase in Phase}
         self.padded_rows = 0
+        """Of verify; a row of a draft forward is another thing."""
         self.rounds = 0
         self.accepted_tokens = 0
         self.verified_requests = 0
         self._warned: set[Phase] = set()
 
-    def replay(self, phase: Phase, bucket: VerifyBucket, padded_rows: int = 0) -> None:
+    def replay(self, phase: Phase, bucket: VerifyBucket, batch: int) -> None:
+        """Count a replay of ``bucket`` with ``batch`` requests in it."""
         counts = self.replayed[phase]
         counts[bucket] = counts.get(bucket, 0) + 1
-        self.padded_rows += padded_rows
+        if phase is Phase.VERIFY:
+            self.padded_rows += bucket.padded_rows(batch)
 
     def refuse(self, phase: Phase, decision: Decision) -> None:
         """Count an eager forward; say each reason once, and once how large the eager share is."""

@@ -55,8 +55,7 @@ class VerifyGraphRunner:
     def execute(self, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         runner = self._route(forward_batch)
         bucket = forward_batch.__dict__[_DECISION].bucket
-        padded = bucket.padded_rows(forward_batch.batch_size)
-        self._counters.replay(self._phase, bucket, padded)
+        self._counters.replay(self._phase, bucket, forward_batch.batch_size)
         return runner.execute(forward_batch, *args, **kwargs)
 
     def _route(self, forward_batch: Any) -> Any:

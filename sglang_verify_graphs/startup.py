@@ -11,12 +11,7 @@ from sglang_verify_graphs.buckets import CapturePlan, format_ranges, plan_captur
 from sglang_verify_graphs.compat.engine import SGLangEngine
 from sglang_verify_graphs.compat.releases import Release
 from sglang_verify_graphs.controller import DraftStepsController
-from sglang_verify_graphs.errors import (
-    AttestationError,
-    SettingsError,
-    UnsupportedError,
-    VerifyGraphsError,
-)
+from sglang_verify_graphs.errors import AttestationError, SettingsError, UnsupportedError
 from sglang_verify_graphs.policy import FixedSteps, Policy, ScriptedSteps
 from sglang_verify_graphs.settings import Settings
 from sglang_verify_graphs.support import ServerFacts, limits_of
@@ -35,6 +30,16 @@ class Report:
     tested: bool = False
     ranks: int = 1
     controller: DraftStepsController | None = None
+
+    def switch_off(self, why: str, *, strict: bool, log: bool = True) -> None:
+        """One error line and stock behaviour, or no server under ``--verify-graph-strict``."""
+        if strict:
+            raise SystemExit(f"[verify-graphs] not started (--verify-graph-strict): {why}")
+        self.state = "off"
+        if why not in self.reasons:
+            self.reasons.append(why)
+        if log:
+            logger.error("[verify-graphs] %s", why)
 
     def as_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = {
@@ -79,7 +84,7 @@ def capture_verify_graphs(
         facts = engine.server_facts()
         steps = _steps(facts, settings, report)
     except (UnsupportedError, SettingsError) as error:
-        _switch_off(error, settings, report, engine)
+        report.switch_off(str(error), strict=settings.strict, log=engine.tp_rank() == 0)
         stock_capture()
         if scheduler.draft_worker is not None:
             _observe(engine, report)
@@ -128,19 +133,6 @@ def _steps(facts: ServerFacts, settings: Settings, report: Report) -> tuple[int,
 
 def _no_speculation() -> str:
     return limits_of(ServerFacts(None, 1, 0, 0, 1))[0].message
-
-
-def _switch_off(
-    error: VerifyGraphsError, settings: Settings, report: Report, engine: SGLangEngine
-) -> None:
-    """Say once, on rank 0, why the feature is off; or refuse to start."""
-    report.state = "off"
-    if str(error) not in report.reasons:
-        report.reasons.append(str(error))
-    if settings.strict:
-        raise SystemExit(f"[verify-graphs] not started (--verify-graph-strict): {error}")
-    if engine.tp_rank() == 0:
-        logger.error("[verify-graphs] %s", error)
 
 
 def _observe(engine: SGLangEngine, report: Report) -> None:

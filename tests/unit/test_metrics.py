@@ -30,7 +30,7 @@ class TestWarnings:
         for verify in range(2000):
             decision = gate.decide(BatchFacts(20 if verify % 20 else 2, 3))
             if decision.bucket:
-                counters.replay(Phase.VERIFY, decision.bucket)
+                counters.replay(Phase.VERIFY, decision.bucket, decision.bucket.batch)
             else:
                 counters.refuse(Phase.VERIFY, decision)
         said = warnings(caplog)
@@ -83,8 +83,8 @@ class TestSnapshot:
     def test_counts(self) -> None:
         counters = Counters(plan_capture([3], 4), log=False)
         for _ in range(3):
-            counters.replay(Phase.VERIFY, VerifyBucket(3, 4), padded_rows=4)
-        counters.replay(Phase.DRAFT, VerifyBucket(3, 4))
+            counters.replay(Phase.VERIFY, VerifyBucket(3, 4), 3)
+        counters.replay(Phase.DRAFT, VerifyBucket(3, 4), 1)
         counters.refuse(Phase.VERIFY, refusal(RejectReason.DP_PEER))
         snapshot = counters.snapshot()
         assert snapshot["buckets"] == {"4x3": 3}
@@ -109,6 +109,6 @@ class TestSnapshot:
 
     def test_json(self) -> None:
         counters = Counters(plan_capture([3], 4), log=False)
-        counters.replay(Phase.VERIFY, VerifyBucket(3, 4))
+        counters.replay(Phase.VERIFY, VerifyBucket(3, 4), 4)
         counters.accept([1])
         assert json.loads(json.dumps(counters.snapshot())) == counters.snapshot()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 
 import torch
 
@@ -22,6 +23,16 @@ def assign_draft_cache_locs_contiguous_cpu(
     out_cache_loc.copy_(slots.flatten())
 
 
+def _spans(
+    rows: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor
+) -> Iterator[tuple[int, slice, slice]]:
+    """Row of the table, its columns, and where they lie when the requests are laid end to end."""
+    at = 0
+    for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        yield row, slice(start, end), slice(at, at + end - start)
+        at += end - start
+
+
 def assign_extend_cache_locs_cpu(
     req_pool_indices: torch.Tensor,
     req_to_token: torch.Tensor,
@@ -31,11 +42,8 @@ def assign_extend_cache_locs_cpu(
     pool_len: int,
 ) -> None:
     """Slots [start, end) of each request, one request after the other."""
-    written = 0
-    spans = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
-    for row, start, end in spans:
-        out_cache_loc[written : written + end - start] = req_to_token[row, start:end]
-        written += end - start
+    for row, span, flat in _spans(req_pool_indices, start_offset, end_offset):
+        out_cache_loc[flat] = req_to_token[row, span]
 
 
 def assign_req_to_token_pool_cpu(
@@ -47,11 +55,8 @@ def assign_req_to_token_pool_cpu(
     pool_len: int,
 ) -> None:
     """The inverse of `assign_extend_cache_locs_cpu`: enter fresh slots in the table."""
-    read = 0
-    spans = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
-    for row, start, end in spans:
-        req_to_token[row, start:end] = out_cache_loc[read : read + end - start]
-        read += end - start
+    for row, span, flat in _spans(req_pool_indices, start_offset, end_offset):
+        req_to_token[row, span] = out_cache_loc[flat]
 
 
 def copy_all_layer_kv_cache_cpu(
