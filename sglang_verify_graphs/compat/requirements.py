@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from sglang_verify_graphs.compat.releases import Release
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,21 @@ class Requirement:
 
     def __str__(self) -> str:
         return f"{self.module}:{self.qualname}"
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What one release must have, by the place that asks for it."""
+
+    launcher: tuple[Requirement, ...]
+    """Wrapped while the launcher parses flags."""
+    scheduler: tuple[Requirement, ...]
+    """Wrapped in every scheduler process: the capture first, the server information second."""
+    worker: tuple[Requirement, ...]
+    """Called by the adapter; none of them is wrapped."""
+
+    def __iter__(self) -> Iterator[Requirement]:
+        yield from (*self.launcher, *self.scheduler, *self.worker)
 
 
 _RUNNER = "sglang.srt.model_executor.runner"
@@ -93,6 +111,11 @@ WORKER: tuple[Requirement, ...] = (
     Requirement("sglang.srt.distributed.parallel_state", "get_tp_group"),
     Requirement("sglang.srt.configs.hybrid_arch", "mambaish_config", ("model_config",)),
 )
+
+
+def requirements_of(release: Release) -> Requirements:
+    """The requirements of a release, chosen by its capabilities."""
+    return Requirements(LAUNCHER, SCHEDULER, WORKER)
 
 
 def unmet(requirements: tuple[Requirement, ...]) -> list[str]:
