@@ -1,132 +1,15 @@
-"""Looks names up in the unpacked source of one SGLang release, without importing any of it."""
+"""What the tests ask of a piece of SGLang's source; names are looked up by ``compat/source.py``."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
+from sglang_verify_graphs.compat.source import Definition, Function, Missing, Source, parameters
 
-
-class Definition(NamedTuple):
-    """A definition, and the module that it was found in after imports were followed."""
-
-    module: str
-    node: Any
-
-
-class Missing(AssertionError):
-    """The release has no such name."""
-
-
-class Source:
-    """One release; ``root`` holds the ``sglang`` package of its wheel."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self._trees: dict[str, ast.Module] = {}
-
-    def tree(self, module: str) -> ast.Module:
-        """The parsed module."""
-        if module not in self._trees:
-            path = self._path(module)
-            if path is None:
-                raise Missing(f"module {module}")
-            self._trees[module] = ast.parse(path.read_text(encoding="utf-8"))
-        return self._trees[module]
-
-    def find(self, module: str, qualname: str) -> Definition:
-        """The definition of ``qualname``, through imports and base classes."""
-        first, *rest = qualname.split(".")
-        found = self._top(module, first)
-        for name in rest:
-            found = self._member(found, name)
-        return found
-
-    def function(self, module: str, qualname: str) -> Function:
-        """As ``find``, for a function or method."""
-        node = self.find(module, qualname).node
-        if not isinstance(node, Function):
-            raise Missing(f"{module}:{qualname} is no function")
-        return node
-
-    def attributes(self, module: str, classname: str) -> set[str]:
-        """Every name that instances of a class have: its fields, methods, slots and self.NAME = ...
-
-        Bases included.
-        """
-        names: set[str] = set()
-        for owner in self._lineage(self.find(module, classname)):
-            for item in owner.node.body:
-                names |= _class_names(item)
-            for node in ast.walk(owner.node):
-                if _is_self_attribute(node) and isinstance(node.ctx, ast.Store):
-                    names.add(node.attr)
-        return names
-
-    def _path(self, module: str) -> Path | None:
-        base = self.root.joinpath(*module.split("."))
-        for path in (base.with_suffix(".py"), base / "__init__.py"):
-            if path.is_file():
-                return path
-        return None
-
-    def _top(self, module: str, name: str) -> Definition:
-        for node in _statements(self.tree(module)):
-            if isinstance(node, Function | ast.ClassDef) and node.name == name:
-                return Definition(module, node)
-            if name in _assigned(node):
-                return Definition(module, node)
-            if isinstance(node, ast.ImportFrom):
-                for alias in node.names:
-                    if (alias.asname or alias.name) == name:
-                        origin = self._absolute(module, node)
-                        if self._path(origin) is not None:
-                            return self._top(origin, alias.name)
-        raise Missing(f"{module}:{name}")
-
-    def _absolute(self, module: str, node: ast.ImportFrom) -> str:
-        if not node.level:
-            return node.module or ""
-        path = self._path(module)
-        parts = module.split(".")
-        if path is None or path.name != "__init__.py":
-            parts.pop()
-        parts = parts[: len(parts) - node.level + 1]
-        return ".".join([*parts, *([node.module] if node.module else [])])
-
-    def _member(self, owner: Definition, name: str) -> Definition:
-        for base in self._lineage(owner):
-            for item in base.node.body:
-                if isinstance(item, Function | ast.ClassDef) and item.name == name:
-                    return Definition(base.module, item)
-                if name in _assigned(item):
-                    return Definition(base.module, item)
-        raise Missing(f"{owner.module}:{getattr(owner.node, 'name', '?')}.{name}")
-
-    def _lineage(self, start: Definition) -> Iterator[Definition]:
-        """The class and, as far as they are SGLang's, its bases."""
-        if not isinstance(start.node, ast.ClassDef):
-            raise Missing(f"{start.module}: not a class")
-        yield start
-        for base in start.node.bases:
-            if isinstance(base, ast.Subscript):
-                base = base.value
-            if isinstance(base, ast.Name):
-                try:
-                    found = self._top(start.module, base.id)
-                except Missing:
-                    continue
-                if isinstance(found.node, ast.ClassDef):
-                    yield from self._lineage(found)
-
-
-def parameters(function: Function) -> list[str]:
-    """Names by which a function takes arguments."""
-    arguments = function.args
-    return [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+__all__ = [
+    "Definition", "Function", "Missing", "Source", "calls", "dotted", "parameters", "reads",
+    "stores",
+]  # fmt: skip
 
 
 def calls(node: ast.AST, name: str) -> list[ast.Call]:
@@ -164,39 +47,3 @@ def stores(node: ast.AST) -> set[str]:
         for n in ast.walk(node)
         if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
     }
-
-
-def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Top-level statements, those inside ``if`` and ``try`` included."""
-    pending = list(tree.body)
-    while pending:
-        node = pending.pop(0)
-        yield node
-        if isinstance(node, ast.If | ast.Try):
-            blocks = [node.body, node.orelse, *(h.body for h in getattr(node, "handlers", []))]
-            pending = [statement for block in blocks for statement in block] + pending
-
-
-def _assigned(node: ast.stmt) -> set[str]:
-    if isinstance(node, ast.Assign):
-        return {target.id for target in node.targets if isinstance(target, ast.Name)}
-    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-        return {node.target.id}
-    return set()
-
-
-def _class_names(item: ast.stmt) -> set[str]:
-    names = _assigned(item)
-    if isinstance(item, Function | ast.ClassDef):
-        names.add(item.name)
-    if "__slots__" in names and isinstance(item, ast.Assign):
-        names |= {c.value for c in ast.walk(item.value) if isinstance(c, ast.Constant)}
-    return names
-
-
-def _is_self_attribute(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    )
