@@ -7,6 +7,7 @@ Four wrappers in all, none of them on anything that is pickled or on the hot pat
 
 from __future__ import annotations
 
+import functools
 import logging
 import multiprocessing
 import os
@@ -17,8 +18,9 @@ from typing import Any
 
 import wrapt
 
-from sglang_verify_graphs.compat import requirements
+from sglang_verify_graphs.compat.preflight import check, check_worker, in_process, refused
 from sglang_verify_graphs.compat.releases import Release, resolve_release, sglang_version
+from sglang_verify_graphs.compat.requirements import LAUNCHER, SCHEDULER, requirements_of
 from sglang_verify_graphs.errors import SettingsError, UnsupportedError, VerifyGraphsError
 from sglang_verify_graphs.settings import (
     ENV,
@@ -34,8 +36,8 @@ from sglang_verify_graphs.startup import Report, capture_verify_graphs
 logger = logging.getLogger("sglang_verify_graphs")
 
 PLUGIN = "verify_graphs"
-_SERVER_ARGS = requirements.LAUNCHER[0].module
-_SCHEDULER = requirements.SCHEDULER[0].module
+_SERVER_ARGS = LAUNCHER[0].module
+_SCHEDULER = SCHEDULER[0].module
 """Modules whose import triggers a patch."""
 
 
@@ -47,6 +49,12 @@ class Patch:
     name: str
     original: Any
     ours: Any
+    active: bool = True
+    """False: the wrapper stays, below another library's, and passes every call through."""
+
+    @property
+    def there(self) -> Any:
+        return self.owner.__dict__.get(self.name)
 
 
 _patches: dict[str, Patch] = {}
@@ -75,33 +83,55 @@ def install_scheduler() -> None:
 
 
 def uninstall(module: str = "") -> list[str]:
-    """Put the originals back, of one module or all; names those that others have wrapped since."""
+    """Put the originals back, of one module or all; names those that others have wrapped since.
+
+    Taking our wrapper out from below another library's would take theirs out too: it stays there
+    and passes calls through.
+    """
     kept = []
     for target, patch in list(_patches.items()):
         if not target.startswith(module):
             continue
-        if patch.owner.__dict__.get(patch.name) is patch.ours:
+        if patch.there is patch.ours:
             setattr(patch.owner, patch.name, patch.original)
-            del _patches[target]
-        else:
+        elif patch.there is not patch.original:
             kept.append(target)
+            if patch.active:
+                logger.warning(
+                    "[verify-graphs] another library wrapped %s after us: its wrapper stays, ours "
+                    "passes calls through",
+                    target,
+                )
+            patch.active = False
+            continue
+        del _patches[target]
     return kept
 
 
 def installed() -> list[str]:
     """Targets wrapped in this process."""
-    return sorted(_patches)
+    return sorted(
+        target
+        for target, patch in _patches.items()
+        if patch.active and patch.there is not patch.original
+    )
 
 
 def refuse_whitelist() -> None:
     """A whitelist that leaves this plugin out would leave workers unpatched in silence."""
+    if problem := left_out():
+        raise SystemExit(f"[verify-graphs] {problem}")
+
+
+def left_out() -> str:
+    """Why SGLang will not load this plugin; empty where it will."""
     allowed = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",")} - {""}
-    if allowed and PLUGIN not in allowed:
-        raise SystemExit(
-            f"[verify-graphs] SGLANG_PLUGINS={os.environ['SGLANG_PLUGINS']!r} leaves out "
-            f"{PLUGIN!r} although {FLAG} is given; add it: "
-            f"SGLANG_PLUGINS={','.join([*sorted(allowed), PLUGIN])}"
-        )
+    if not allowed or PLUGIN in allowed:
+        return ""
+    return (
+        f"SGLANG_PLUGINS={os.environ['SGLANG_PLUGINS']!r} leaves out {PLUGIN!r}, which {FLAG} "
+        f"needs; add it: SGLANG_PLUGINS={','.join([*sorted(allowed), PLUGIN])}"
+    )
 
 
 # -- mechanics -------------------------------------------------------------------------------------
@@ -116,24 +146,47 @@ def _when_imported(module: str, patch: Callable[[Any], None]) -> None:
 
 
 def _wrap(module: Any, qualname: str, wrapper: Callable[..., Any]) -> None:
+    """Put a plain function, static or class method in the place of ``qualname``.
+
+    Not a ``wrapt`` proxy, which claims to be the class method that it wraps: SGLang's hook registry
+    takes ``__func__`` of one, so that another plugin's hook would drop our wrapper in silence.
+    """
     target = f"{module.__name__}:{qualname}"
-    if target in _patches:
+    known = _patches.get(target)
+    if known is not None and known.there is not known.original:
+        known.active = True  # ours is in place, at the top or below another library's
         return
     owner_name, name = qualname.rsplit(".", 1)
     owner = getattr(module, owner_name)
     original = owner.__dict__[name]
-    wrapt.wrap_function_wrapper(module, qualname, wrapper)
-    _patches[target] = Patch(owner, name, original, owner.__dict__[name])
+    kind = next((k for k in (staticmethod, classmethod) if isinstance(original, k)), None)
+
+    @functools.wraps(getattr(original, "__func__", original))
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        instance = None  # the class, of a class method
+        if kind is not staticmethod:
+            instance, *rest = args
+            args = tuple(rest)
+        if kind is None:
+            wrapped = original.__get__(instance, owner)
+        else:
+            wrapped = original.__get__(None, instance or owner)
+        if not patch.active:
+            return wrapped(*args, **kwargs)
+        return wrapper(wrapped, instance, args, kwargs)
+
+    patch = _patches[target] = Patch(owner, name, original, kind(ours) if kind else ours)
+    setattr(owner, name, patch.ours)
 
 
 # -- launcher --------------------------------------------------------------------------------------
 
 
 def _patch_server_args(module: Any) -> None:
-    if problems := requirements.unmet(requirements.LAUNCHER):
+    if problems := refused(check(LAUNCHER, in_process)):
         logger.error("[verify-graphs] off: %s; use a tested SGLang release", problems[0])
         return
-    for need, wrapper in zip(requirements.LAUNCHER, (_add_cli_args, _from_cli_args), strict=True):
+    for need, wrapper in zip(LAUNCHER, (_add_cli_args, _from_cli_args), strict=True):
         _wrap(module, need.qualname, wrapper)
 
 
@@ -182,9 +235,15 @@ def _check_steps(settings: Settings, server_args: Any) -> None:
 def _patch_scheduler(module: Any) -> None:
     if not os.environ.get(ENV):
         return  # disabled before SGLang was imported
+    try:
+        # Whether the release may be served is decided, and said, at the capture.
+        release = resolve_release(sglang_version(), allow_untested=True)
+    except UnsupportedError as error:
+        _switch_off(str(error))
+        return
     wrappers = (_init_all_cuda_graphs, _get_internal_state)
-    for need, wrapper in zip(requirements.SCHEDULER, wrappers, strict=True):
-        if problems := requirements.unmet((need,)):
+    for need, wrapper in zip(requirements_of(release).scheduler, wrappers, strict=True):
+        if problems := refused(check((need,), in_process)):
             _switch_off(f"{problems[0]}; install a tested SGLang release")
         else:
             _wrap(module, need.qualname, wrapper)
@@ -214,7 +273,8 @@ def _init_all_cuda_graphs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 
 def _usable_release(settings: Settings) -> Release:
     release = resolve_release(sglang_version(), allow_untested=settings.allow_untested)
-    if problems := requirements.unmet(requirements.WORKER):
+    report.preflight = check_worker(requirements_of(release), in_process)
+    if problems := refused(report.preflight):
         raise UnsupportedError(
             f"SGLang {release.version} is not what this package knows: {problems[0]}; "
             "install a tested release"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from sglang_verify_graphs.buckets import CapturePlan, format_ranges, plan_capture
 from sglang_verify_graphs.compat.engine import SGLangEngine
+from sglang_verify_graphs.compat.preflight import Row
 from sglang_verify_graphs.compat.releases import Release
 from sglang_verify_graphs.controller import DraftStepsController
 from sglang_verify_graphs.errors import AttestationError, SettingsError, UnsupportedError
@@ -29,6 +31,8 @@ class Report:
     sglang: str | None = None
     tested: bool = False
     ranks: int = 1
+    preflight: tuple[Row, ...] = ()
+    """What is patched and called in this process, and whether it is as expected."""
     controller: DraftStepsController | None = None
 
     def switch_off(self, why: str, *, strict: bool, log: bool = True) -> None:
@@ -48,6 +52,7 @@ class Report:
             "sglang": self.sglang,
             "tested": self.tested,
             "ranks": self.ranks,
+            "preflight": {row.name: str(row) for row in self.preflight},
         }
         if (run := self.controller) is not None:
             data |= {
@@ -174,7 +179,8 @@ def observing_controller(engine: SGLangEngine) -> DraftStepsController | None:
 def _attest(
     engine: SGLangEngine, controller: DraftStepsController, facts: ServerFacts, report: Report
 ) -> None:
-    """Every rank must hold the same plan, and reserve KV for the widest; or no rank serves."""
+    """Every rank must be patched alike, hold the same plan and reserve KV for the widest; or no
+    rank serves."""
     reserved, needed = controller.least_kv_reserved(), facts.draft_tokens
     problem = (
         f"KV is reserved for {reserved} tokens a round but {needed} can be written"
@@ -183,16 +189,23 @@ def _attest(
     )
     if not controller.in_place():
         problem = "the verify runner is not in place"
-    mine = (problem, tuple((w.draft_steps, w.batches) for w in controller.plan.widths))
-    ranks = engine.gather(mine)
+    plan = tuple((w.draft_steps, w.batches) for w in controller.plan.widths)
+    table = (f"SGLang {report.sglang}", *(f"{row.name} {row}" for row in report.preflight))
+    ranks = engine.gather((problem, plan, table))
     report.ranks = len(ranks)
-    for rank, (trouble, plan) in enumerate(ranks):
+    for rank, (trouble, captured, theirs) in enumerate(ranks):
         if trouble:
             raise AttestationError(f"[verify-graphs] rank {rank}: {trouble}; report it")
-        if plan != ranks[0][1]:
+        for one, first in zip_longest(theirs, ranks[0][2]):
+            if one != first:
+                raise AttestationError(
+                    f"[verify-graphs] rank {rank} has {one}, rank 0 {first}; install the same "
+                    "SGLang and the same sglang-verify-graphs on every node"
+                )
+        if captured != ranks[0][1]:
             raise AttestationError(
-                f"[verify-graphs] rank {rank} captured {plan}, rank 0 {ranks[0][1]}; start every "
-                "rank with the same flags and free memory"
+                f"[verify-graphs] rank {rank} captured {captured}, rank 0 {ranks[0][1]}; start "
+                "every rank with the same flags and free memory"
             )
 
 

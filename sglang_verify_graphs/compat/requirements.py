@@ -1,16 +1,13 @@
-"""Every SGLang function this package wraps or calls, with the parameters it relies on.
+"""Every SGLang function this package wraps, replaces or calls, with the parameters it relies on.
 
-Checked twice from this one list: against the unpacked wheels (contract tests) and against the
-imported modules before anything is patched.
+One list for the unpacked wheels (contract tests, ``doctor``) and for the imported modules: see
+``preflight.py``.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from sglang_verify_graphs.compat.releases import Release
 
@@ -35,11 +32,13 @@ class Requirements:
     """Wrapped while the launcher parses flags."""
     scheduler: tuple[Requirement, ...]
     """Wrapped in every scheduler process: the capture first, the server information second."""
+    capture: tuple[Requirement, ...]
+    """Replaced, in the module that is named, for the time of a capture."""
     worker: tuple[Requirement, ...]
-    """Called by the adapter; none of them is wrapped."""
+    """Called by the adapter, with these parameters and no other required one."""
 
     def __iter__(self) -> Iterator[Requirement]:
-        yield from (*self.launcher, *self.scheduler, *self.worker)
+        yield from (*self.launcher, *self.scheduler, *self.capture, *self.worker)
 
 
 _RUNNER = "sglang.srt.model_executor.runner"
@@ -75,12 +74,6 @@ WORKER: tuple[Requirement, ...] = (
     Requirement(
         f"{_SPEC}.base_spec_worker", "EagleDraftWorkerBase._rebuild_topk1_chain_buffers", ("self",)
     ),
-    Requirement(f"{_SPEC}.spec_utils", "resolve_num_tokens_per_req", ("phase",)),
-    Requirement(
-        "sglang.srt.model_executor.model_runner",
-        "ModelRunner._get_attention_backend",
-        ("self", "init_new_workspace"),
-    ),
     Requirement(
         f"{_RUNNER}.decode_cuda_graph_runner",
         "DecodeCudaGraphRunner.can_run_graph",
@@ -96,8 +89,6 @@ WORKER: tuple[Requirement, ...] = (
         "DecodeCudaGraphRunner.execute",
         ("self", "forward_batch", "pp_proxy_tensors"),
     ),
-    Requirement(f"{_RUNNER}.base_cuda_graph_runner", "freeze_gc", ("enable_cudagraph_gc",)),
-    Requirement("sglang.srt.utils.common", "get_cuda_graph_batch_size_alignment"),
     Requirement(
         "sglang.srt.utils.common",
         "get_available_gpu_memory",
@@ -106,8 +97,7 @@ WORKER: tuple[Requirement, ...] = (
     Requirement("sglang.srt.mem_cache.allocation_sizing", "get_alloc_len_per_decode"),
     Requirement("sglang.srt.runtime_context", "get_context"),
     Requirement("sglang.srt.runtime_context", "get_spec"),
-    Requirement("sglang.srt.arg_groups.arg_utils", "namespace_of"),
-    Requirement("sglang.srt.distributed.parallel_state", "graph_capture", ("stream",)),
+    Requirement("sglang.srt.arg_groups.arg_utils", "namespace_of", ("cls",)),
     Requirement("sglang.srt.distributed.parallel_state", "get_tp_group"),
     Requirement("sglang.srt.configs.hybrid_arch", "mambaish_config", ("model_config",)),
 )
@@ -115,22 +105,26 @@ WORKER: tuple[Requirement, ...] = (
 
 def requirements_of(release: Release) -> Requirements:
     """The requirements of a release, chosen by its capabilities."""
-    return Requirements(LAUNCHER, SCHEDULER, WORKER)
+    alignment = Requirement(
+        "sglang.srt.utils.common",
+        "get_cuda_graph_batch_size_alignment",
+        ("server_args",) if release.alignment_from_server_args else (),
+    )
+    return Requirements(LAUNCHER, SCHEDULER, tuple(_capture(release)), (*WORKER, alignment))
 
 
-def unmet(requirements: tuple[Requirement, ...]) -> list[str]:
-    """Requirements that the installed SGLang does not meet, each with what was found instead."""
-    problems = []
-    for need in requirements:
-        try:
-            found: Any = importlib.import_module(need.module)
-            for part in need.qualname.split("."):
-                found = inspect.getattr_static(found, part)
-        except (ImportError, AttributeError) as error:
-            problems.append(f"{need} is gone ({error})")
-            continue
-        function = found.__func__ if isinstance(found, (classmethod, staticmethod)) else found
-        names = inspect.signature(function).parameters
-        if missing := [name for name in need.parameters if name not in names]:
-            problems.append(f"{need} takes {list(names)}, not {', '.join(missing)}")
-    return problems
+def _capture(release: Release) -> Iterator[Requirement]:
+    yield Requirement(
+        "sglang.srt.model_executor.model_runner",
+        "ModelRunner._get_attention_backend",
+        ("self", "init_new_workspace"),
+    )
+    yield Requirement(f"{_RUNNER}.decode_cuda_graph_runner", "freeze_gc", ("enable_cudagraph_gc",))
+    if release.stream_per_capture:
+        yield Requirement(f"{_RUNNER}.decode_cuda_graph_runner", "graph_capture", ("stream",))
+    if release.draft_extend_width_from_server_args:
+        yield Requirement(
+            f"{_SPEC}.eagle_draft_extend_cuda_graph_runner",
+            "resolve_num_tokens_per_req",
+            ("phase",),
+        )

@@ -132,6 +132,19 @@ def parameters(function: Function) -> list[str]:
     return [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
 
 
+def required(function: Function) -> list[str]:
+    """Those of its parameters that have no default."""
+    arguments = function.args
+    by_position = [*arguments.posonlyargs, *arguments.args]
+    optional = {a.arg for a in by_position[len(by_position) - len(arguments.defaults) :]}
+    optional |= {
+        a.arg
+        for a, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if default is not None
+    }
+    return [name for name in parameters(function) if name not in optional]
+
+
 def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
     """Top-level statements, those inside ``if`` and ``try`` included."""
     pending = list(tree.body)

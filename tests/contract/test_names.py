@@ -7,6 +7,7 @@ import ast
 import collections
 import contextlib
 import dataclasses
+import functools
 import gc
 import importlib
 import logging
@@ -16,7 +17,8 @@ from pathlib import Path
 import pytest
 
 import sglang_verify_graphs
-from sglang_verify_graphs.compat.requirements import LAUNCHER, SCHEDULER, WORKER
+from sglang_verify_graphs.compat.releases import RELEASES
+from sglang_verify_graphs.compat.requirements import requirements_of
 from tests.contract.source import Missing, Source, dotted, stores
 
 pytestmark = pytest.mark.contract
@@ -223,12 +225,13 @@ _PYTHON = {
     for owner in (
         str, list, dict, set, Exception, gc, importlib, time, logging, logging.Logger, argparse,
         argparse.ArgumentParser, contextlib.ExitStack, collections, dataclasses, object, type,
+        functools, classmethod,
     )
     for name in dir(owner)
 }  # fmt: skip
 _OTHERS = {
     "__dict__", "environ", "argv", "modules", "parent_process",
-    "register_post_import_hook", "wrap_function_wrapper",
+    "register_post_import_hook",
     "cuda", "Stream", "distributed", "all_gather_object", "all", "numel",
 }  # fmt: skip
 
@@ -238,7 +241,10 @@ def test_the_tables_are_complete() -> None:
     listed = {name for names in ATTRIBUTES.values() for name in names} | set(PARALLEL)
     known = listed | {place.split(":")[1].split(".")[0] for place in GLOBALS}
     known |= {
-        part for need in (*LAUNCHER, *SCHEDULER, *WORKER) for part in need.qualname.split(".")
+        part
+        for release in RELEASES
+        for need in requirements_of(release)
+        for part in need.qualname.split(".")
     }
     used = {
         node.attr

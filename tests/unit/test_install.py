@@ -1,4 +1,4 @@
-"""Wrapping and unwrapping: off means off, undo is by identity, and nothing fails in silence."""
+"""The roads into a process: off means off, and nothing fails in silence."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import types
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-import wrapt
 
-from sglang_verify_graphs import install
 from sglang_verify_graphs.settings import ENV, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,77 +56,6 @@ def message(done: Any) -> str:
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("[verify-graphs]")]
     assert done.stderr.rstrip().endswith(line)
     return line
-
-
-# -- mechanics, on a module of our own -------------------------------------------------------------
-
-
-class Owner:
-    def greet(self, name: str) -> str:
-        return f"hello {name}"
-
-    @staticmethod
-    def add(a: int, b: int) -> int:
-        return a + b
-
-    @classmethod
-    def label(cls) -> str:
-        return cls.__name__
-
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    module = types.ModuleType("owner_module")
-    module.Owner = type("Owner", (), dict(Owner.__dict__))
-    monkeypatch.setitem(sys.modules, "owner_module", module)
-    monkeypatch.setattr(install, "_patches", {})
-    return module
-
-
-def louder(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    return f"{wrapped(*args, **kwargs)}!"
-
-
-@pytest.mark.parametrize("name", ["greet", "add", "label"])
-def test_undo_restores_the_very_object(module: Any, name: str) -> None:
-    before = module.Owner.__dict__[name]
-    install._wrap(module, f"Owner.{name}", louder)
-    assert module.Owner.__dict__[name] is not before
-    assert install.installed() == [f"owner_module:Owner.{name}"]
-    assert install.uninstall() == []
-    assert module.Owner.__dict__[name] is before
-    assert install.installed() == []
-
-
-def test_the_wrapper_runs(module: Any) -> None:
-    install._wrap(module, "Owner.greet", louder)
-    assert module.Owner().greet("you") == "hello you!"
-    install.uninstall()
-    assert module.Owner().greet("you") == "hello you"
-
-
-def test_wrapping_twice_is_wrapping_once(module: Any) -> None:
-    install._wrap(module, "Owner.greet", louder)
-    install._wrap(module, "Owner.greet", louder)
-    assert module.Owner().greet("you") == "hello you!"
-
-
-def test_a_foreign_wrapper_is_left_alone(module: Any) -> None:
-    """Another library wrapped ours since: taking ours out would take theirs out too."""
-    install._wrap(module, "Owner.greet", louder)
-    wrapt.wrap_function_wrapper(module, "Owner.greet", louder)
-    theirs = module.Owner.__dict__["greet"]
-    assert install.uninstall() == ["owner_module:Owner.greet"]
-    assert module.Owner.__dict__["greet"] is theirs
-    assert module.Owner().greet("you") == "hello you!!"
-
-
-def test_a_foreign_wrapper_below_ours_stays(module: Any) -> None:
-    wrapt.wrap_function_wrapper(module, "Owner.greet", louder)
-    theirs = module.Owner.__dict__["greet"]
-    install._wrap(module, "Owner.greet", louder)
-    assert install.uninstall() == []
-    assert module.Owner.__dict__["greet"] is theirs
 
 
 # -- the road without plugins ----------------------------------------------------------------------
@@ -187,9 +113,8 @@ def attributes():
     return {f"{o.__name__}.{k}": v for o in owners for k, v in list(vars(o).items())}
 
 def wrapped(found):
-    return sorted(k for k, v in found.items() if hasattr(type(v), "_self_setattr_") or
-                  "wrapt" in type(v).__module__ or type(v).__name__ == "BoundFunctionWrapper" or
-                  type(v).__name__ == "FunctionWrapper")
+    code = {k: getattr(getattr(v, "__func__", v), "__code__", None) for k, v in found.items()}
+    return sorted(k for k, c in code.items() if c and "sglang_verify_graphs" in c.co_filename)
 """
 
 _OFF = (

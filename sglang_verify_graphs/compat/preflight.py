@@ -1,0 +1,153 @@
+"""Is everything we patch, call and read where we expect it? Asked before anything is patched.
+
+One table, filled in two ways: from the source of a release (``doctor``, the contract tests) and
+from the imported modules of a running process, whose ranks must all hold the same table.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from sglang_verify_graphs.compat.releases import Release
+from sglang_verify_graphs.compat.requirements import Requirement, Requirements
+from sglang_verify_graphs.compat.source import Source, parameters, required
+
+
+class State(str, Enum):
+    """What becomes of a row."""
+
+    APPLIED = "applied"
+    NOT_NEEDED = "not needed"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; ``kind`` says what ``name`` names."""
+
+    kind: str
+    name: str
+    state: State = State.APPLIED
+    reason: str = ""
+
+    def __str__(self) -> str:
+        link = " because " if self.state is State.REFUSED else ": "
+        return f"{self.state.value}{link}{self.reason}" if self.reason else self.state.value
+
+
+class Signature(NamedTuple):
+    """Names by which a function takes arguments, and those that it does not do without."""
+
+    names: list[str]
+    required: list[str]
+
+
+Find = Callable[[Requirement], Signature]
+"""Looks a requirement up; raises ``LookupError``, which says what is missing."""
+
+
+def in_source(source: Source) -> Find:
+    """Looks requirements up in the text of a release."""
+
+    def find(need: Requirement) -> Signature:
+        function = source.function(need.module, need.qualname)
+        return Signature(parameters(function), required(function))
+
+    return find
+
+
+def in_process(need: Requirement) -> Signature:
+    """Looks a requirement up among the objects of this process."""
+    try:
+        found: Any = importlib.import_module(need.module)
+        for part in need.qualname.split("."):
+            found = inspect.getattr_static(found, part)
+    except (ImportError, AttributeError) as error:
+        raise LookupError(str(error)) from None
+    function = found.__func__ if isinstance(found, (classmethod, staticmethod)) else found
+    taken = [
+        p
+        for p in inspect.signature(function).parameters.values()
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    return Signature([p.name for p in taken], [p.name for p in taken if p.default is p.empty])
+
+
+def check(needs: Iterable[Requirement], find: Find, kind: str = "patch") -> tuple[Row, ...]:
+    """A row for each requirement."""
+    rows = []
+    for need in needs:
+        problem = _problem(need, find, called=kind == "call")
+        rows.append(Row(kind, str(need), State.REFUSED if problem else State.APPLIED, problem))
+    return tuple(rows)
+
+
+def check_worker(needs: Requirements, find: Find) -> tuple[Row, ...]:
+    """What a scheduler process patches, replaces while it captures, and calls."""
+    return (
+        *check((*needs.scheduler, *needs.capture), find),
+        *check(needs.worker, find, kind="call"),
+    )
+
+
+def refused(rows: Iterable[Row]) -> list[str]:
+    """The rows that forbid to go on, one line each."""
+    return [f"{row.name} {row}" for row in rows if row.state is State.REFUSED]
+
+
+def _problem(need: Requirement, find: Find, *, called: bool) -> str:
+    try:
+        found = find(need)
+    except LookupError as error:
+        return f"it is gone ({error})"
+    if missing := [name for name in need.parameters if name not in found.names]:
+        return f"it takes {found.names}, not {', '.join(missing)}"
+    if called and (more := [name for name in found.required if name not in need.parameters]):
+        return f"it must be given {', '.join(more)}, which this package does not know"
+    return ""
+
+
+# -- upstream defects ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A fault of some SGLang releases, and how this package keeps it from serving."""
+
+    name: str
+    present: Callable[[Release], bool]
+    removal: str
+
+
+DEFECTS: tuple[Defect, ...] = (
+    Defect(
+        "draft extend of narrower step counts runs eager",
+        lambda release: release.draft_extend_width_from_server_args,
+        "its graphs are captured at their own width",
+    ),
+    Defect(
+        "every runner captures on a stream of its own, so that no graph reuses memory of another",
+        lambda release: release.stream_per_capture,
+        "one stream for all captures",
+    ),
+    Defect(
+        "verify above the captured ladder runs eager, without a word",
+        lambda release: True,
+        "captured to the largest batch that may run, and named where it is not",
+    ),
+)
+
+
+def defects(release: Release) -> tuple[Row, ...]:
+    """A row for each defect that any release has."""
+    return tuple(
+        Row("defect", defect.name, State.APPLIED, defect.removal)
+        if defect.present(release)
+        else Row("defect", defect.name, State.NOT_NEEDED, "this release does not have it")
+        for defect in DEFECTS
+    )
