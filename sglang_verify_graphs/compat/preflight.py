@@ -47,6 +47,9 @@ class Signature(NamedTuple):
     required: list[str]
 
 
+PLUGIN_LOADER = Requirement("sglang.srt.plugins", "load_plugins")
+"""Calls the entry points of plugins, in the launcher and in every worker."""
+
 Find = Callable[[Requirement], Signature]
 """Looks a requirement up; raises ``LookupError``, which says what is missing."""
 
@@ -104,7 +107,7 @@ def _problem(need: Requirement, find: Find, *, called: bool) -> str:
     try:
         found = find(need)
     except LookupError as error:
-        return f"it is gone ({error})"
+        return "it is gone" if str(error) == str(need) else f"it is gone ({error})"
     if missing := [name for name in need.parameters if name not in found.names]:
         return f"it takes {found.names}, not {', '.join(missing)}"
     if called and (more := [name for name in found.required if name not in need.parameters]):
