@@ -25,8 +25,19 @@ for option; do
 done
 
 # What the CPU route installs in place of SGLang's own dependencies, which are gigabytes of kernels.
+older="transformers==5.12.1 compressed-tensors==0.18.0 openai==2.6.1 xgrammar==0.2.1"
 declare -A packages=(
-  [0.5.17]="transformers==5.12.1 compressed-tensors==0.18.0 openai==2.6.1 xgrammar==0.2.1"
+  [0.5.9]="transformers==4.57.1 compressed-tensors==0.18.0 openai==2.6.1"
+  [0.5.10.post1]="transformers==5.3.0 compressed-tensors==0.18.0 openai==2.6.1"
+  [0.5.12.post1]="transformers==5.6.0 compressed-tensors==0.18.0 openai==2.6.1"
+  [0.5.16]=$older
+  [0.5.17]=$older
+  [0.5.18]=$older
+  [0.5.19]=$older
+  [0.5.20]=$older
+  [0.5.21]="transformers==5.12.1 compressed-tensors==0.18.0 openai==2.6.1 xgrammar==0.2.7"
+  [0.5.22]="transformers==5.19.0 compressed-tensors==0.18.0 openai==2.6.1 xgrammar==0.2.7
+            apache-tvm-ffi==0.1.11"
   [0.5.23]="transformers==5.19.0 compressed-tensors==0.18.0 openai==2.8.0 xgrammar==0.2.7
             apache-tvm-ffi==0.1.11"
 )
@@ -44,10 +55,10 @@ fi
 
 say() { printf '[env %s] %s\n' "$release" "$*"; }
 pip() { "$dir/bin/python" -m pip --disable-pip-version-check -qq "$@"; }
-digest() { cat "$@" | sha256sum | cut -c1-16; }
+digest() { cat -- "$@" | sha256sum | cut -c1-16; }
 
 if [[ -z $cpu ]] && nvidia-smi --list-gpus >/dev/null 2>&1; then route=gpu; else route=cpu; fi
-stamp="$release $route $(digest ci/env.sh pyproject.toml)"
+stamp="$release $route $(digest <<<"$torch $common $server $model ${packages[$release]}")"
 
 if [[ $(cat "$dir/.sglang" 2>/dev/null || true) == "$stamp" ]]; then
   say "SGLang is up to date in $dir"

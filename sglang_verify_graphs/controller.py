@@ -134,10 +134,11 @@ class DraftStepsController:
                 f"{width.draft_steps} out of --verify-graph-steps"
             ) from error
         extend = state.draft_extend_graphs
-        if extend is not None and extend.captured_req_width != width.draft_steps + 1:
+        captured = width.draft_steps + 1 if extend is None else self.engine.captured_width(extend)
+        if captured != width.draft_steps + 1:
             raise CaptureError(
                 f"draft extend of draft_steps {width.draft_steps} was captured for width "
-                f"{extend.captured_req_width}; this SGLang release needs an adapter, report it"
+                f"{captured}; this SGLang release needs an adapter, report it"
             )
         return state
 
@@ -151,6 +152,8 @@ class DraftStepsController:
         log = self.engine.tp_rank() == 0
         gate = VerifyGate(self.plan)
         self.counters = Counters(self.plan, log=log)
+        if not self.observe:
+            self.engine.find_by_size(list(self.states.values()))
         targets = {
             k: s.target_graphs for k, s in self.states.items() if s.target_graphs is not None
         }
@@ -214,7 +217,7 @@ class DraftStepsController:
 
     def in_place(self) -> bool:
         """Whether SGLang still asks our router."""
-        return self.engine.model_runner.decode_cuda_graph_runner is self._router
+        return self.engine.verify_runner() is self._router
 
     def least_kv_reserved(self) -> int:
         """KV slots a round may allocate in the state that reserves least."""

@@ -37,7 +37,7 @@ logger = logging.getLogger("sglang_verify_graphs")
 
 PLUGIN = "verify_graphs"
 _SERVER_ARGS = LAUNCHER[0].module
-_SCHEDULER = SCHEDULER[0].module
+_SCHEDULER = SCHEDULER
 """Modules whose import triggers a patch."""
 
 

@@ -58,6 +58,9 @@ class VerifyGraphRunner:
         self._counters.replay(self._phase, bucket, forward_batch.batch_size)
         return runner.execute(forward_batch, *args, **kwargs)
 
+    can_run, replay_prepare, replay = can_run_graph, load_batch, execute
+    """What older releases call the same three."""
+
     def _route(self, forward_batch: Any) -> Any:
         self._active = self._runners[forward_batch.__dict__[_DECISION].bucket.draft_steps]
         return self._active

@@ -12,6 +12,7 @@ from sglang_verify_graphs.buckets import CapturePlan, format_ranges, plan_captur
 from sglang_verify_graphs.compat.engine import SGLangEngine
 from sglang_verify_graphs.compat.preflight import Row
 from sglang_verify_graphs.compat.releases import Release
+from sglang_verify_graphs.compat.twophase import build_workers
 from sglang_verify_graphs.controller import DraftStepsController
 from sglang_verify_graphs.errors import AttestationError, SettingsError, UnsupportedError
 from sglang_verify_graphs.policy import FixedSteps, Policy, ScriptedSteps
@@ -82,6 +83,7 @@ def capture_verify_graphs(
 ) -> None:  # fmt: skip
     """Run ``Scheduler.init_all_cuda_graphs`` over the planned buckets, not the stock ladder."""
     report.sglang, report.tested = release.version, release.tested
+    stock_capture = build_workers(release, scheduler, stock_capture)
     engine = SGLangEngine(release, scheduler)
     try:
         if scheduler.draft_worker is None:
@@ -129,11 +131,26 @@ def _steps(facts: ServerFacts, settings: Settings, report: Report) -> tuple[int,
     if limits and not limits[0].fixed_width:
         raise UnsupportedError(limits[0].message)
     if not limits:
-        return settings.steps_for(facts.draft_steps)
+        return _without_zero(settings.steps_for(facts.draft_steps), facts, settings, report)
     wanted = set(settings.steps or ()) | set(settings.script)
     if settings.strict and wanted - {facts.draft_steps}:
         raise UnsupportedError(limits[0].message)
     return (facts.draft_steps,)
+
+
+def _without_zero(
+    steps: tuple[int, ...], facts: ServerFacts, settings: Settings, report: Report
+) -> tuple[int, ...]:
+    if facts.zero_steps or 0 not in steps:
+        return steps
+    message = (
+        "0 draft steps are not captured: this SGLang release cannot verify a round without "
+        "drafts; install a newer one, or leave 0 out of --verify-graph-steps"
+    )
+    if settings.strict and 0 in {*(settings.steps or ()), *settings.script}:
+        raise UnsupportedError(message)
+    report.reasons.append(message)
+    return tuple(k for k in steps if k)
 
 
 def _no_speculation() -> str:
@@ -158,7 +175,7 @@ def _observe(engine: SGLangEngine, report: Report) -> None:
 
 def observing_controller(engine: SGLangEngine) -> DraftStepsController | None:
     """A controller that watches the start-up state; None for a worker that has no such seat."""
-    worker, runner = engine.worker, engine.model_runner.decode_cuda_graph_runner
+    worker, runner = engine.worker, engine.verify_runner()
     if type(worker).__name__ != "EAGLEWorkerV2" or worker.adaptive_controller is not None:
         return None  # stock swaps its own states; watching one of them would explain a part only
     plan = plan_capture(

@@ -36,6 +36,8 @@ class ServerFacts:
     return_hidden_states: bool = False
     captured_prefill_metadata: bool = False
     decode_graphs: bool = True
+    zero_steps: bool = True
+    """Whether SGLang can verify a round without drafts."""
     padding: bool = True
     alignment: int = 1
     worker: str = "EAGLEWorkerV2"

@@ -41,22 +41,62 @@ class Requirements:
         yield from (*self.launcher, *self.scheduler, *self.capture, *self.worker)
 
 
-_RUNNER = "sglang.srt.model_executor.runner"
-_SPEC = "sglang.srt.speculative"
+_SRT = "sglang.srt"
+_SPEC = f"{_SRT}.speculative"
 
 LAUNCHER: tuple[Requirement, ...] = (
-    Requirement("sglang.srt.server_args", "ServerArgs.add_cli_args", ("parser",)),
-    Requirement("sglang.srt.server_args", "ServerArgs.from_cli_args", ("cls", "args")),
+    Requirement(f"{_SRT}.server_args", "ServerArgs.add_cli_args", ("parser",)),
+    Requirement(f"{_SRT}.server_args", "ServerArgs.from_cli_args", ("cls", "args")),
 )
+SCHEDULER = f"{_SRT}.managers.scheduler"
+"""Module of what is wrapped in a scheduler process."""
 
-SCHEDULER: tuple[Requirement, ...] = (
-    Requirement("sglang.srt.managers.scheduler", "Scheduler.init_all_cuda_graphs", ("self",)),
-    Requirement(
-        "sglang.srt.managers.scheduler", "Scheduler.get_internal_state", ("self", "recv_req")
-    ),
-)
 
-WORKER: tuple[Requirement, ...] = (
+def requirements_of(release: Release) -> Requirements:
+    """The requirements of a release, chosen by its capabilities."""
+    return Requirements(
+        LAUNCHER,
+        (
+            Requirement(SCHEDULER, _capture_entry(release), ("self",)),
+            Requirement(SCHEDULER, "Scheduler.get_internal_state", ("self", "recv_req")),
+        ),
+        tuple(_capture(release)),
+        (*_WORKER, *_runner(release), *_facts(release)),
+    )
+
+
+def _capture_entry(release: Release) -> str:
+    name = "init_all_cuda_graphs" if release.captures_apart else "init_model_worker"
+    return f"Scheduler.{name}"
+
+
+def _capture(release: Release) -> Iterator[Requirement]:
+    yield Requirement(
+        f"{_SRT}.model_executor.model_runner",
+        "ModelRunner._get_attention_backend",
+        ("self", "init_new_workspace"),
+    )
+    yield Requirement(release.runner_module, "freeze_gc", ("enable_cudagraph_gc",))
+    if release.stream_per_capture:
+        yield Requirement(release.runner_module, "graph_capture", ("stream",))
+    if release.draft_extend_width_from_server_args:
+        yield Requirement(
+            f"{_SPEC}.eagle_draft_extend_cuda_graph_runner",
+            "resolve_num_tokens_per_req",
+            ("phase",),
+        )
+    if not release.usage_per_phase:
+        yield Requirement(release.runner_module, f"{release.runner_class}.capture", ("self",))
+    if not release.captures_apart:
+        yield Requirement(
+            f"{_SRT}.model_executor.model_runner", "ModelRunner.init_device_graphs", ("self",)
+        )
+        yield Requirement(
+            f"{_SPEC}.eagle_worker_v2", "EagleDraftWorker.init_cuda_graphs", ("self",)
+        )
+
+
+_WORKER: tuple[Requirement, ...] = (
     Requirement(
         f"{_SPEC}.eagle_worker_v2",
         "EAGLEWorkerV2.build_adaptive_runtime_state",
@@ -70,61 +110,50 @@ WORKER: tuple[Requirement, ...] = (
         "EAGLEWorkerV2.on_verify_complete_cpu",
         ("self", "num_correct_drafts_per_req", "batch_size"),
     ),
-    Requirement(f"{_SPEC}.eagle_worker_v2", "EAGLEWorkerV2.init_cuda_graphs", ("self",)),
     Requirement(
-        f"{_SPEC}.base_spec_worker", "EagleDraftWorkerBase._rebuild_topk1_chain_buffers", ("self",)
-    ),
-    Requirement(
-        f"{_RUNNER}.decode_cuda_graph_runner",
-        "DecodeCudaGraphRunner.can_run_graph",
-        ("self", "forward_batch"),
-    ),
-    Requirement(
-        f"{_RUNNER}.decode_cuda_graph_runner",
-        "DecodeCudaGraphRunner.load_batch",
-        ("self", "forward_batch", "pp_proxy_tensors"),
-    ),
-    Requirement(
-        f"{_RUNNER}.decode_cuda_graph_runner",
-        "DecodeCudaGraphRunner.execute",
-        ("self", "forward_batch", "pp_proxy_tensors"),
-    ),
-    Requirement(
-        "sglang.srt.utils.common",
+        f"{_SRT}.utils.common",
         "get_available_gpu_memory",
         ("device", "gpu_id", "distributed", "empty_cache", "cpu_group"),
     ),
-    Requirement("sglang.srt.mem_cache.allocation_sizing", "get_alloc_len_per_decode"),
-    Requirement("sglang.srt.runtime_context", "get_context"),
-    Requirement("sglang.srt.runtime_context", "get_spec"),
-    Requirement("sglang.srt.arg_groups.arg_utils", "namespace_of", ("cls",)),
-    Requirement("sglang.srt.distributed.parallel_state", "get_tp_group"),
-    Requirement("sglang.srt.configs.hybrid_arch", "mambaish_config", ("model_config",)),
+    Requirement(f"{_SRT}.distributed.parallel_state", "get_tp_group"),
 )
 
 
-def requirements_of(release: Release) -> Requirements:
-    """The requirements of a release, chosen by its capabilities."""
-    alignment = Requirement(
-        "sglang.srt.utils.common",
-        "get_cuda_graph_batch_size_alignment",
-        ("server_args",) if release.alignment_from_server_args else (),
-    )
-    return Requirements(LAUNCHER, SCHEDULER, tuple(_capture(release)), (*WORKER, alignment))
-
-
-def _capture(release: Release) -> Iterator[Requirement]:
-    yield Requirement(
-        "sglang.srt.model_executor.model_runner",
-        "ModelRunner._get_attention_backend",
-        ("self", "init_new_workspace"),
-    )
-    yield Requirement(f"{_RUNNER}.decode_cuda_graph_runner", "freeze_gc", ("enable_cudagraph_gc",))
-    if release.stream_per_capture:
-        yield Requirement(f"{_RUNNER}.decode_cuda_graph_runner", "graph_capture", ("stream",))
-    if release.draft_extend_width_from_server_args:
+def _runner(release: Release) -> Iterator[Requirement]:
+    module, owner = release.chain_owner.split(":")
+    yield Requirement(f"{_SPEC}.{module}", f"{owner}._rebuild_topk1_chain_buffers", ("self",))
+    names = ("can_run", "replay_prepare", "replay")
+    if release.runner_package:
+        names = ("can_run_graph", "load_batch", "execute")
+    for name in names:
+        more = () if name == names[0] else ("pp_proxy_tensors",)
         yield Requirement(
-            f"{_SPEC}.eagle_draft_extend_cuda_graph_runner",
-            "resolve_num_tokens_per_req",
-            ("phase",),
+            release.runner_module,
+            f"{release.runner_class}.{name}",
+            ("self", "forward_batch", *more),
         )
+    if release.captures_apart:
+        yield Requirement(f"{_SPEC}.eagle_worker_v2", "EAGLEWorkerV2.init_cuda_graphs", ("self",))
+    else:
+        for name in ("speculative_moe_backend_context", "speculative_moe_a2a_backend_context"):
+            yield Requirement(f"{_SPEC}.eagle_worker_v2", name)
+
+
+def _facts(release: Release) -> Iterator[Requirement]:
+    yield Requirement(release.allocation_module, "get_alloc_len_per_decode")
+    if release.config_bags:
+        yield Requirement(f"{_SRT}.runtime_context", "get_context")
+        yield Requirement(f"{_SRT}.runtime_context", "get_spec")
+        yield Requirement(f"{_SRT}.arg_groups.arg_utils", "namespace_of", ("cls",))
+    if release.hybrid_arch:
+        yield Requirement(f"{_SRT}.configs.hybrid_arch", "mambaish_config", ("model_config",))
+    if release.parallel_context:
+        yield Requirement(f"{_SRT}.runtime_context", "get_parallel")
+    else:
+        for group in ("dp", "tp", "cp"):
+            yield Requirement(f"{_SRT}.layers.dp_attention", f"get_attention_{group}_size")
+    if release.alignment_function:
+        arguments = ("server_args",) if release.alignment_from_server_args else ()
+        yield Requirement(f"{_SRT}.utils.common", "get_cuda_graph_batch_size_alignment", arguments)
+    else:
+        yield Requirement(f"{_SRT}.utils.common", "require_gathered_buffer", ("server_args",))

@@ -39,7 +39,9 @@ REACHED_BY: dict[str, list[dict[str, Any]]] = {
     "deterministic inference": [{"deterministic": True}],
     "--enable-return-hidden-states": [{"return_hidden_states": True}],
 }
-NO_LIMIT = {"max_running_requests", "tp_size", "padding", "alignment", "draft_steps"}
+NO_LIMIT = {
+    "max_running_requests", "tp_size", "padding", "alignment", "draft_steps", "zero_steps",
+}  # fmt: skip
 """Facts that size the plan and refuse nothing."""
 
 CASES = [(mode, change) for mode, changes in REACHED_BY.items() for change in changes]
