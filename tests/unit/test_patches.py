@@ -7,7 +7,9 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import json
 import logging
+import subprocess
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -17,6 +19,10 @@ import pytest
 import wrapt
 
 from sglang_verify_graphs import install
+from sglang_verify_graphs.compat.releases import resolve_release, sglang_version
+from sglang_verify_graphs.compat.requirements import requirements_of
+from sglang_verify_graphs.settings import ENV
+from tests.unit.test_install import LLAMA, ON, needs_sglang, sglang
 
 CODE = """
 class Owner:
@@ -221,3 +227,182 @@ def test_a_library_that_put_the_original_back(target: Target) -> None:
     assert target.call() == f"{ANSWER[target.name]}!"
     assert install.uninstall() == []
     assert target.there is patch.original
+
+
+# -- every target there is, on SGLang itself -------------------------------------------------------
+
+_LIFE = """
+import importlib, inspect, json, os, pickle, sys
+from argparse import ArgumentParser
+from importlib.util import find_spec
+from multiprocessing.reduction import ForkingPickler
+
+import wrapt
+
+from sglang_verify_graphs import install, plugin
+from sglang_verify_graphs.compat.releases import resolve_release, sglang_version
+from sglang_verify_graphs.compat.requirements import requirements_of
+
+first, model, flag, carrier = sys.argv[1:]
+flag = f"--{flag}"  # the interpreter looks for it among its arguments
+needs = requirements_of(resolve_release(sglang_version(), allow_untested=False))
+needs = {str(need): need for need in (*needs.launcher, *needs.scheduler)}
+calls = []
+
+def ask():
+    sys.argv.append(flag)
+    os.environ[carrier] = "{}"
+    plugin.load()
+
+def modules():
+    return {need.module: importlib.import_module(need.module) for need in needs.values()}
+
+def attributes():
+    owners = list(modules().values())
+    owners += [owner(need)[0] for need in needs.values()]
+    return {(id(o), k): v for o in owners for k, v in list(vars(o).items())}
+
+def owner(need):
+    place, name = need.qualname.rsplit(".", 1)
+    return getattr(modules()[need.module], place), name
+
+def there(need):
+    place, name = owner(need)
+    return place.__dict__[name]
+
+def chain(value):
+    while value is not None:
+        yield value
+        value = getattr(value, "__wrapped__", None)
+
+def by_wrapt(need):
+    def theirs(wrapped, instance, args, kwargs):
+        calls.append(str(need))
+        return wrapped(*args, **kwargs)
+    wrapt.wrap_function_wrapper(*owner(need), theirs)
+
+def by_registry(need):
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    def theirs(wrapped, *args, **kwargs):
+        calls.append(str(need))
+        return wrapped(*args, **kwargs)
+    HookRegistry.reset()
+    HookRegistry.register(f"{need.module}.{need.qualname}", theirs, HookType.AROUND)
+    HookRegistry.apply_hooks()
+
+foreign = [by_wrapt]
+if first == "patched first":
+    ask()
+    stock = {**attributes(), **{
+        (id(owner(need)[0]), owner(need)[1]): install._patches[name].original
+        for name, need in needs.items()
+    }}
+else:
+    stock = attributes()
+    ask()
+if find_spec("sglang.srt.plugins.hook_registry"):
+    foreign.append(by_registry)
+
+def changed():
+    now = attributes()
+    return sorted(k[1] for k in stock.keys() | now.keys() if stock.get(k) is not now.get(k))
+
+def live(name, need):  # not at the top level, whose names the registry would replace too
+    original, ours = install._patches[name].original, there(need)
+    case = {
+        "patch": ours is not original and type(ours) is type(original)
+        and inspect.signature(getattr(*owner(need))) == inspect.signature(
+            original.__get__(None, owner(need)[0])),
+    }
+    plugin.load()
+    case["double patch"] = there(need) is ours
+    case["undo"] = install.uninstall() == [] and changed() == []
+    for wrap in foreign:
+        wrap(need)
+        theirs = there(need)
+        plugin.load()
+        case[f"foreign below, {wrap.__name__}"] = (
+            there(need) is not theirs and name in install.installed()
+            and install.uninstall() == [] and there(need) is theirs)
+        setattr(*owner(need), original)
+        plugin.load()
+        ours = there(need)
+        wrap(need)
+        theirs = there(need)
+        ours = getattr(ours, "__func__", ours)
+        case[f"foreign above, {wrap.__name__}"] = (
+            any(getattr(v, "__func__", v) is ours for v in chain(theirs))
+            and install.uninstall() == [name] and there(need) is theirs
+            and install.installed() == [])
+        setattr(*owner(need), original)
+        install.uninstall()
+    case["off means stock"] = changed() == []
+    plugin.load()
+    return case
+
+found = {name: live(name, need) for name, need in needs.items()}
+
+ServerArgs = modules()["sglang.srt.server_args"].ServerArgs
+flags = {}
+for wrap in foreign:
+    del calls[:]
+    wrap(needs["sglang.srt.server_args:ServerArgs.add_cli_args"])
+    for state in ("on", "off"):
+        parser = ArgumentParser()
+        ServerArgs.add_cli_args(parser)
+        flags[f"{wrap.__name__} {state}"] = [flag in parser.format_help(), len(calls)]
+        install.uninstall()
+    owner(needs["sglang.srt.server_args:ServerArgs.add_cli_args"])[0].add_cli_args = stock[
+        id(ServerArgs), "add_cli_args"]
+    plugin.load()
+
+del calls[:]
+foreign[-1](needs["sglang.srt.server_args:ServerArgs.from_cli_args"])
+os.environ.pop(carrier)
+arguments = importlib.import_module("sglang.srt.server_args").prepare_server_args(
+    ["--model-path", model, "--port", "31999", "--device", "cpu", flag])
+spawned = importlib.import_module("sglang.srt.managers.scheduler").run_scheduler_process
+again, copied = pickle.loads(ForkingPickler.dumps((spawned, arguments)))
+print(json.dumps({
+    "cases": found, "flags": flags, "settings": bool(os.environ.get(carrier)), "hook": calls,
+    "pickled": [again is spawned, type(copied) is ServerArgs, copied.port],
+    "patched": install.installed(),
+}))
+"""
+
+CASES = (
+    "patch", "double patch", "undo", "foreign below, by_wrapt", "foreign above, by_wrapt",
+    "foreign below, by_registry", "foreign above, by_registry", "off means stock",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="class", params=["imported first", "patched first"])
+def life(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    model = tmp_path_factory.mktemp("model")
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    got = sglang(_LIFE, request.param, str(model), ON.removeprefix("--"), ENV)
+    assert not isinstance(got, subprocess.CompletedProcess), got.stderr[-3000:]
+    return got
+
+
+class TestOnSGLang:
+    pytestmark = needs_sglang
+
+    @pytest.mark.parametrize("case", CASES)
+    def test_every_target(self, life: Any, case: str) -> None:
+        release = resolve_release(sglang_version(), allow_untested=False)
+        needs = requirements_of(release)
+        assert list(life["cases"]) == [str(n) for n in (*needs.launcher, *needs.scheduler)]
+        assert [name for name, passed in life["cases"].items() if not passed[case]] == []
+
+    def test_a_foreign_hook_and_ours_both_work(self, life: Any) -> None:
+        """Flags of ours while we are on, and their hook in both states."""
+        for theirs in ("by_wrapt", "by_registry"):
+            assert life["flags"][f"{theirs} on"] == [True, 1]
+            assert life["flags"][f"{theirs} off"] == [False, 2]
+        assert life["hook"] == ["sglang.srt.server_args:ServerArgs.from_cli_args"]
+        assert life["settings"], "another plugin's hook dropped the flags in silence"
+
+    def test_what_is_spawned_pickles(self, life: Any) -> None:
+        assert life["pickled"] == [True, True, 31999]
+        assert any("Scheduler." in name for name in life["patched"])
