@@ -129,6 +129,11 @@ class Defect:
 
 DEFECTS: tuple[Defect, ...] = (
     Defect(
+        "verify above the captured ladder runs eager, without a word",
+        lambda release: True,
+        "captured to the largest batch that may run, and named where it is not",
+    ),
+    Defect(
         "draft extend of narrower step counts runs eager",
         lambda release: release.draft_extend_width_from_server_args,
         "its graphs are captured at their own width",
@@ -139,9 +144,24 @@ DEFECTS: tuple[Defect, ...] = (
         "one stream for all captures",
     ),
     Defect(
-        "verify above the captured ladder runs eager, without a word",
-        lambda release: True,
-        "captured to the largest batch that may run, and named where it is not",
+        "each step count captures every batch, whatever it was told",
+        lambda release: release.runner_package,
+        "the ladder is replaced where it is read",
+    ),
+    Defect(
+        "without padding no graph is ever found",
+        lambda release: release.integer_keys,
+        "the gate checks the size, stock's lookup is by size",
+    ),
+    Defect(
+        "a batch of another width passes stock's gate",
+        lambda release: release.width_attribute == "num_tokens_per_bs",
+        "the gate checks the width",
+    ),
+    Defect(
+        "a request for other hidden states recaptures the whole ladder in mid-serving",
+        lambda release: release.recaptures_hidden_mode,
+        "such a verify runs eager, by name",
     ),
 )
 
