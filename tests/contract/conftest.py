@@ -28,6 +28,11 @@ def release(request: pytest.FixtureRequest) -> Release:
 
 @pytest.fixture
 def source(release: Release) -> Source:
+    return source_of(release)
+
+
+def source_of(release: Release) -> Source:
+    """The unpacked wheel of a release."""
     if release.version not in _known:
         root = sources() / release.version
         if not (root / "sglang").is_dir():

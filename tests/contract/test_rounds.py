@@ -6,6 +6,7 @@ import ast
 
 import pytest
 
+from sglang_verify_graphs.compat.releases import Release
 from sglang_verify_graphs.controller import DraftStepsController
 from tests.contract.source import Source, calls, dotted
 
@@ -15,7 +16,9 @@ _WORKER = "sglang.srt.speculative.eagle_worker_v2"
 _CLASS = "EAGLEWorkerV2"
 
 
-def test_the_decode_branch_asks_for_the_steps_before_it_drafts(source: Source) -> None:
+def test_the_decode_branch_asks_for_the_steps_before_it_drafts(
+    source: Source, release: Release
+) -> None:
     forward = source.function(_WORKER, f"{_CLASS}.forward_batch_generation")
     branch = next(
         node for node in ast.walk(forward) if isinstance(node, ast.If) and node.orelse
@@ -27,11 +30,12 @@ def test_the_decode_branch_asks_for_the_steps_before_it_drafts(source: Source) -
     drafts = [c for c in calls(decode, "draft") if dotted(c.func) == "self.draft_worker.draft"]
     trivial = calls(decode, "_build_trivial_verify_input")
     verify = [call for call in calls(decode, "verify") if dotted(call.func) == "self.verify"]
+    assert bool(trivial) == release.zero_steps
     assert drafts
-    assert trivial
     assert verify
-    assert activate.lineno < min(drafts[0].lineno, trivial[0].lineno)
-    assert max(drafts[0].lineno, trivial[0].lineno) < verify[0].lineno
+    proposals = [call.lineno for call in (drafts[0], *trivial)]  # later ones draft for PP stages
+    assert activate.lineno < min(proposals)
+    assert max(proposals) < verify[0].lineno
 
 
 def test_prefill_does_not_ask(source: Source) -> None:
@@ -51,27 +55,29 @@ def test_steps_change_only_there(source: Source) -> None:
     assert len(through) == 1
 
 
-CALLS = {
-    "init_cuda_graphs": ("register", "init_states"),
-    "activate_step_by_batch": ("activate_step_by_batch",),
-    "on_verify_complete_cpu": ("on_verify_complete",),
-}
-"""Method of the worker, and what it calls on its ``adaptive_controller``."""
-
-
-@pytest.mark.parametrize("method", CALLS)
-def test_calls_on_the_controller(source: Source, method: str) -> None:
-    function = source.function(_WORKER, f"{_CLASS}.{method}")
-    found = {
-        call.func.attr: call
-        for call in ast.walk(function)
-        if isinstance(call, ast.Call)
-        and isinstance(call.func, ast.Attribute)
-        and dotted(call.func.value) == "self.adaptive_controller"
+def calls_on_the_controller(release: Release) -> dict[str, tuple[str, ...]]:
+    """Method of the worker, and what it calls on its ``adaptive_controller``."""
+    built = "init_cuda_graphs" if release.captures_apart else "__init__"
+    return {
+        built: ("register", "init_states"),
+        "activate_step_by_batch": ("activate_step_by_batch",),
+        "on_verify_complete_cpu": ("on_verify_complete",),
     }
-    assert tuple(found) == CALLS[method]
-    for name, call in found.items():
-        _accepts(name, call)
+
+
+def test_calls_on_the_controller(source: Source, release: Release) -> None:
+    for method, expected in calls_on_the_controller(release).items():
+        function = source.function(_WORKER, f"{_CLASS}.{method}")
+        found = {
+            call.func.attr: call
+            for call in ast.walk(function)
+            if isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Attribute)
+            and dotted(call.func.value) == "self.adaptive_controller"
+        }
+        assert tuple(found) == expected
+        for name, call in found.items():
+            _accepts(name, call)
 
 
 def _accepts(name: str, call: ast.Call) -> None:
@@ -85,7 +91,7 @@ def _accepts(name: str, call: ast.Call) -> None:
     assert set(names[:required]) <= given
 
 
-def test_nobody_else_uses_the_controller(source: Source) -> None:
+def test_nobody_else_uses_the_controller(source: Source, release: Release) -> None:
     """Every other attribute of a controller that the worker reads would have to be ours too."""
     tree = source.find(_WORKER, _CLASS).node
     used = {
@@ -93,7 +99,8 @@ def test_nobody_else_uses_the_controller(source: Source) -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and dotted(node.value) == "self.adaptive_controller"
     }
-    assert used == {name for names in CALLS.values() for name in names}
+    known = calls_on_the_controller(release).values()
+    assert used == {name for names in known for name in names}
 
 
 def test_controller_is_created_before_the_graphs(source: Source) -> None:
@@ -107,10 +114,19 @@ def test_controller_is_created_before_the_graphs(source: Source) -> None:
     )
 
 
-def test_graphs_are_captured_target_first(source: Source) -> None:
-    """The wrapper around ``init_all_cuda_graphs`` has the target's runner when the draft's come."""
-    start = source.function("sglang.srt.managers.scheduler", "Scheduler.init_all_cuda_graphs")
-    order = [dotted(call.func) for call in calls(start, "init_cuda_graphs")]
+def test_graphs_are_captured_target_first(source: Source, release: Release) -> None:
+    """The wrapper around the capture has the target's runner when the draft's come."""
+    scheduler = "sglang.srt.managers.scheduler"
+    if release.captures_apart:
+        start = source.function(scheduler, "Scheduler.init_all_cuda_graphs")
+        order = [dotted(call.func) for call in calls(start, "init_cuda_graphs")]
+    else:
+        start = source.function(scheduler, "Scheduler.init_model_worker")
+        order = [
+            dotted(node.value.func)
+            for node in start.body
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+        ][:2]
     assert len(order) >= 2
-    assert "tp_worker" in order[0]
+    assert "tp_" in order[0]
     assert "draft_worker" in order[-1]
