@@ -14,13 +14,22 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import wrapt
 
-from sglang_verify_graphs.compat.preflight import check, check_worker, in_process, refused
+from sglang_verify_graphs.compat.preflight import (
+    check,
+    check_values,
+    check_worker,
+    in_process,
+    refused,
+)
 from sglang_verify_graphs.compat.releases import Release, resolve_release, sglang_version
 from sglang_verify_graphs.compat.requirements import LAUNCHER, SCHEDULER, requirements_of
+from sglang_verify_graphs.compat.source import Source
+from sglang_verify_graphs.compat.source import installed as sglang_folder
 from sglang_verify_graphs.errors import SettingsError, UnsupportedError, VerifyGraphsError
 from sglang_verify_graphs.settings import (
     ENV,
@@ -273,7 +282,10 @@ def _init_all_cuda_graphs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 
 def _usable_release(settings: Settings) -> Release:
     release = resolve_release(sglang_version(), allow_untested=settings.allow_untested)
-    report.preflight = check_worker(requirements_of(release), in_process)
+    report.preflight = (
+        *check_worker(requirements_of(release), in_process),
+        *check_values(release, Source(sglang_folder() or Path())),
+    )
     if problems := refused(report.preflight):
         raise UnsupportedError(
             f"SGLang {release.version} is not what this package knows: {problems[0]}; "

@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, distribution, distributions, entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from sglang_verify_graphs.compat.preflight import (
     Row,
     State,
     check,
+    check_values,
     check_worker,
     defects,
     in_source,
@@ -27,7 +27,7 @@ from sglang_verify_graphs.compat.preflight import (
 )
 from sglang_verify_graphs.compat.releases import Release, resolve_release, sglang_version
 from sglang_verify_graphs.compat.requirements import requirements_of
-from sglang_verify_graphs.compat.source import Source
+from sglang_verify_graphs.compat.source import Source, installed
 from sglang_verify_graphs.errors import UnsupportedError
 from sglang_verify_graphs.install import PLUGIN, left_out
 
@@ -77,7 +77,7 @@ def add_to(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    root, version = arguments.sglang or _installed()
+    root, version = arguments.sglang or (installed(), sglang_version())
     found = diagnose(root, version)
     if arguments.json:
         print(json.dumps(found.as_dict(), indent=2))
@@ -102,6 +102,7 @@ def diagnose(root: Path | None, version: str | None) -> Diagnosis:
         *_roads(loads_plugins=not refused(check([PLUGIN_LOADER], find))),
         *check(needs.launcher, find),
         *check_worker(needs, find),
+        *check_values(release, source),
         *defects(release),
     )
     return Diagnosis(version, path, rows, capabilities)
@@ -146,12 +147,6 @@ def _has_pth() -> bool:
     except PackageNotFoundError:
         return False
     return any(file.name == _PTH and Path(str(file.locate())).is_file() for file in files)
-
-
-def _installed() -> tuple[Path | None, str | None]:
-    spec = find_spec("sglang")
-    places = spec.submodule_search_locations if spec else None
-    return (Path(next(iter(places))).parent if places else None), sglang_version()
 
 
 def _unpacked(text: str) -> tuple[Path, str]:

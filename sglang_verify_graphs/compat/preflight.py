@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from sglang_verify_graphs.compat.releases import Release
 from sglang_verify_graphs.compat.requirements import Requirement, Requirements
 from sglang_verify_graphs.compat.source import Source, parameters, required
+from sglang_verify_graphs.compat.values import attributes
 
 
 class State(str, Enum):
@@ -96,6 +97,19 @@ def check_worker(needs: Requirements, find: Find) -> tuple[Row, ...]:
         *check((*needs.scheduler, *needs.capture), find),
         *check(needs.worker, find, kind="call"),
     )
+
+
+def check_values(release: Release, source: Source) -> tuple[Row, ...]:
+    """A row for each class whose attributes the adapter relies on."""
+    rows = []
+    for owner, names in attributes(release).items():
+        try:
+            missing = sorted(set(names) - source.attributes(*owner.split(":")))
+            problem = f"it has no {', '.join(missing)}" if missing else ""
+        except LookupError as error:
+            problem = f"it is gone ({error})"
+        rows.append(Row("values", owner, State.REFUSED if problem else State.APPLIED, problem))
+    return tuple(rows)
 
 
 def refused(rows: Iterable[Row]) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
@@ -124,6 +125,13 @@ class Source:
                     continue
                 if isinstance(found.node, ast.ClassDef):
                     yield from self._lineage(found)
+
+
+def installed() -> Path | None:
+    """Folder that holds the installed ``sglang`` package; nothing is imported for it."""
+    spec = find_spec("sglang")
+    places = spec.submodule_search_locations if spec else None
+    return Path(next(iter(places))).parent if places else None
 
 
 def parameters(function: Function) -> list[str]:

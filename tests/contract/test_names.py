@@ -17,125 +17,64 @@ from pathlib import Path
 import pytest
 
 import sglang_verify_graphs
-from sglang_verify_graphs.compat.releases import RELEASES
+from sglang_verify_graphs.compat.preflight import check_values, refused
+from sglang_verify_graphs.compat.releases import RELEASES, Release
 from sglang_verify_graphs.compat.requirements import requirements_of
-from tests.contract.source import Missing, Source, dotted, stores
+from sglang_verify_graphs.compat.values import attributes
+from tests.contract.source import Missing, Source, calls, dotted, stores
 
 pytestmark = pytest.mark.contract
 
 _SRT = "sglang.srt"
 _SPEC = f"{_SRT}.speculative"
-_RUNNER = f"{_SRT}.model_executor.runner.decode_cuda_graph_runner"
-_DRAFT = f"{_SPEC}.eagle_draft_cuda_graph_runner:EAGLEDraftCudaGraphRunner"
-_EXTEND = f"{_SPEC}.eagle_draft_extend_cuda_graph_runner:EAGLEDraftExtendCudaGraphRunner"
 _WORKER = f"{_SPEC}.eagle_worker_v2"
 
-ATTRIBUTES: dict[str, tuple[str, ...]] = {
-    f"{_SRT}.managers.scheduler:Scheduler": (
-        "draft_worker", "tp_worker", "server_args",
-    ),
-    f"{_SRT}.managers.tp_worker:TpModelWorker": (
-        "model_runner", "graph_memory_usage", "graph_time_usage",
-    ),
-    f"{_SRT}.model_executor.model_runner:ModelRunner": (
-        "attn_backend", "decode_cuda_graph_runner", "req_to_token_pool", "device", "gpu_id",
-        "model_config", "forward_pass_id", "_get_attention_backend", "spec_algorithm",
-    ),
-    f"{_SRT}.mem_cache.memory_pool:ReqToTokenPool": ("size",),
-    f"{_SRT}.model_executor.forward_batch_info:ForwardBatch": (
-        "spec_info", "encoder_lens", "batch_size", "forward_mode", "replace_embeds", "can_run_tbo",
-        "capture_hidden_mode", "original_global_num_tokens_cpu", "input_ids",
-    ),
-    f"{_SPEC}.spec_info:SpecInput": ("num_tokens_per_req",),
-    f"{_RUNNER}:DecodeCudaGraphRunner": (
-        "require_mlp_tp_gather", "require_mlp_sync", "is_encoder_decoder", "ragged_verify_mode",
-        "enable_two_batch_overlap", "capture_hidden_mode", "capture_bs", "captured_req_width",
-        "disable_padding", "can_run_graph", "load_batch", "execute", "speculative_num_steps",
-    ),
-    _DRAFT: (
-        "require_mlp_tp_gather", "require_mlp_sync", "can_run_graph", "execute",
-        "capture_hidden_mode", "speculative_num_steps",
-    ),
-    _EXTEND: (
-        "require_mlp_tp_gather", "require_mlp_sync", "captured_req_width", "can_run_graph",
-        "execute", "capture_hidden_mode", "speculative_num_steps",
-    ),
-    f"{_WORKER}:EAGLEWorkerV2": (
-        "speculative_num_steps", "speculative_num_draft_tokens", "_draft_worker",
-        "adaptive_controller", "build_adaptive_runtime_state", "graph_memory_usage",
-        "graph_time_usage",
-    ),
-    f"{_WORKER}:EagleDraftWorker": (
-        "draft_runner", "topk", "speculative_num_steps", "speculative_num_draft_tokens",
-        "draft_attn_backend", "cuda_graph_runner", "draft_extend_attn_backend",
-        "cuda_graph_runner_for_draft_extend", "_topk1_parents_prealloc",
-        "_topk1_score_indices_prealloc", "_rebuild_topk1_chain_buffers",
-    ),
-    f"{_SPEC}.adaptive_runtime_state:SpecRuntimeState": (
-        "draft_attn_backend", "cuda_graph_runner", "target_attn_backend", "target_graph_runner",
-        "draft_extend_attn_backend", "cuda_graph_runner_for_draft_extend",
-    ),
-    f"{_SRT}.layers.attention.base_attn_backend:AttentionBackend": (
-        "use_captured_forward_metadata_for_breakable_cuda_graph",
-    ),
-    f"{_SRT}.model_executor.forward_batch_info:ForwardMode": ("TARGET_VERIFY",),
-    f"{_SRT}.speculative.spec_info:SpeculativeAlgorithm": ("is_ngram",),
-    f"{_SRT}.distributed.parallel_state:GroupCoordinator": ("cpu_group",),
-    f"{_SRT}.runtime_context:RuntimeContext": ("_overrides_log", "config_bag"),
-    f"{_SRT}.runtime_context:_ConfigBag": ("_set",),
-    f"{_SRT}.environ:Envs": (
-        "SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND",
-    ),
-    f"{_SRT}.managers.io_struct:GetInternalStateReqOutput": ("internal_state",),
-    f"{_SRT}.model_executor.cuda_graph_config:CudaGraphConfig": ("decode",),
-    f"{_SRT}.model_executor.cuda_graph_config:PhaseConfig": ("bs", "backend"),
-}  # fmt: skip
-"""Class, and what the adapter uses of its instances."""
 
-GLOBALS: tuple[str, ...] = (
-    f"{_RUNNER}:graph_capture",
-    f"{_RUNNER}:freeze_gc",
-    f"{_SPEC}.eagle_draft_extend_cuda_graph_runner:resolve_num_tokens_per_req",
-    f"{_SRT}.runtime_context:get_parallel",
-    f"{_SRT}.runtime_context:get_spec",
-    f"{_SRT}.runtime_context:get_context",
-    f"{_SRT}.environ:envs",
-    f"{_SRT}.model_executor.forward_batch_info:ForwardMode",
-)
-"""Module-level names that the adapter reads or replaces."""
+def module_globals(release: Release) -> tuple[str, ...]:
+    """Module-level names that the adapter reads or replaces and that are no requirement."""
+    return (
+        f"{release.runner_module}:graph_capture",
+        f"{_SRT}.environ:envs",
+        f"{_SRT}.model_executor.forward_batch_info:ForwardMode",
+        f"{_SRT}.model_executor.forward_batch_info:CaptureHiddenMode",
+        f"{_SRT}.model_executor.model_runner:ModelRunner",
+        f"{_WORKER}:EagleDraftWorker",
+    )
 
 
-def _cases(table: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
-    return [(owner, name) for owner, names in table.items() for name in names]
+def test_attributes(source: Source, release: Release) -> None:
+    assert refused(check_values(release, source)) == []
 
 
-@pytest.mark.parametrize(("owner", "name"), _cases(ATTRIBUTES), ids=lambda v: v.split(":")[-1])
-def test_attribute(source: Source, owner: str, name: str) -> None:
-    module, classname = owner.split(":")
-    assert name in source.attributes(module, classname)
+def test_globals(source: Source, release: Release) -> None:
+    for place in module_globals(release):
+        source.find(*place.split(":"))
 
 
-@pytest.mark.parametrize("place", GLOBALS, ids=lambda v: v.split(":")[-1])
-def test_global(source: Source, place: str) -> None:
-    source.find(*place.split(":"))
+def parallel_sizes(release: Release) -> tuple[str, ...]:
+    """Names of ``get_parallel()``: properties, or generated from declarations."""
+    alignment = () if release.alignment_function else ("attn_tp_size", "attn_cp_size")
+    return ("attn_dp_size", *alignment)
 
 
-PARALLEL = ("tp_rank", "attn_dp_size")
-"""Names of ``get_parallel()``: properties, or generated from declarations."""
-
-
-@pytest.mark.parametrize("name", PARALLEL)
-def test_parallel_context(source: Source, name: str) -> None:
+def test_parallel_context(source: Source, release: Release) -> None:
+    if not release.parallel_context:
+        with pytest.raises(Missing):
+            source.tree(f"{_SRT}.runtime_context")
+        return
     names = source.attributes(f"{_SRT}.runtime_context", "ParallelContext")
     with contextlib.suppress(Missing):
         names |= source.attributes(f"{_SRT}.arg_groups.fields.parallel", "Parallel")
-    assert name in names
+    assert set(parallel_sizes(release)) <= names
 
 
 # -- what the adapter itself says ------------------------------------------------------------------
 
 _PACKAGE = Path(sglang_verify_graphs.__file__).parent
-_ADAPTER = ("compat/engine.py", "controller.py", "startup.py", "install.py", "runner.py")
+_ADAPTER = (
+    "compat/engine.py", "compat/facts.py", "compat/dialect.py", "compat/twophase.py",
+    "controller.py", "startup.py", "install.py", "runner.py",
+)  # fmt: skip
 
 
 def _trees(*files: str) -> list[ast.Module]:
@@ -154,11 +93,13 @@ def _text_arguments(function: str) -> set[str]:
     }
 
 
-def test_server_arguments(source: Source) -> None:
-    """What ``engine.config`` reads and ``switch`` writes are fields of ServerArgs."""
+def test_server_arguments(source: Source, release: Release) -> None:
+    """What ``config`` reads and ``switch`` writes are fields of ServerArgs."""
     names = _text_arguments("config") | _text_arguments("set_spec")
     assert len(names) > 15
-    assert names - _server_arguments(source) == set()
+    other = {"cuda_graph_bs", "speculative_adaptive"} if release.runner_package else {"cuda_graph_config"}
+    names |= {"cuda_graph_bs", "cuda_graph_config"} - other
+    assert names - other - _server_arguments(source) == set()
 
 
 def _server_arguments(source: Source) -> set[str]:
@@ -175,49 +116,130 @@ def _server_arguments(source: Source) -> set[str]:
     return names
 
 
-def test_modules(source: Source) -> None:
+def test_modules(source: Source, release: Release) -> None:
     """Modules that the adapter imports by name."""
-    names = {name for name in _text_arguments("_module") if name.startswith("sglang.")}
-    names |= {
-        node.value
+    names = {
+        str(node.value)
         for tree in _trees(*_ADAPTER)
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and str(node.value).startswith("sglang.srt.")
     }
     assert len(names) > 8
-    for name in names:
-        source.tree(name)
+    reached = {
+        f"{_SRT}.runtime_context": release.parallel_context,
+        f"{_SRT}.arg_groups.arg_utils": release.config_bags,
+        f"{_SRT}.configs.hybrid_arch": release.hybrid_arch,
+    }
+    for name in {*names, release.runner_module, release.allocation_module}:
+        if reached.get(name, True):
+            source.tree(name)
 
 
-def test_switch_sets_all_that_stock_sets(source: Source) -> None:
-    """SGLang's own switch, assignment by assignment."""
-    stock = stores(source.function(_WORKER, "EAGLEWorkerV2.apply_runtime_state"))
-    same_object = {"self": "worker", "dw": "draft", "self._target_worker.model_runner": "target"}
-    renamed = set()
-    for chain in stock:
-        owner, name = chain.rsplit(".", 1)
-        owner = owner.replace("dw.draft_runner", "draft_runner")
-        renamed.add((same_object.get(owner, owner), name))
-    assert renamed, stock
-    switch = next(
+def test_switch_sets_all_that_stock_sets(source: Source, release: Release) -> None:
+    """SGLang's own switch, assignment by assignment; the server arguments are looked at below."""
+    apply = source.function(_WORKER, "EAGLEWorkerV2.apply_runtime_state")
+    same_object = {
+        "self": "worker", "dw": "draft", "dw.draft_runner": "draft_runner",
+        "self._target_worker.model_runner": "model_runner",
+    }  # fmt: skip
+    stock = {
+        (same_object.get(owner, owner), name)
+        for owner, name in (chain.rsplit(".", 1) for chain in stores(apply))
+        if owner != "self.server_args"
+    }
+    assert len(stock) >= 10
+    switch = _our_switch()
+    ours = {tuple(chain.rsplit(".", 1)) for chain in stores(switch)}
+    ours.add(("model_runner", release.runner_attribute))  # set by that name
+    assert stock - ours == set()
+    extra = {("draft", "_topk1_parents_prealloc"), ("draft", "_topk1_score_indices_prealloc")}
+    if not release.extend_backend_on_runner:
+        extra.add(("draft_runner", "attn_backend"))  # left alone by that flag
+    assert ours - stock == extra
+
+
+def _our_switch() -> ast.FunctionDef:
+    return next(
         node
         for tree in _trees("compat/engine.py")
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and node.name == "apply"
     )
-    ours = {tuple(chain.rsplit(".", 1)) for chain in stores(switch)}
-    ours = {("target" if owner == "model_runner" else owner, name) for owner, name in ours}
-    assert renamed - ours == set()
-    written = {k.arg for k in _context_override(source)} - {None}
-    assert written == _text_arguments("set_spec")
 
 
-def _context_override(source: Source) -> list[ast.keyword]:
+def test_switch_writes_the_bags_and_not_the_server_arguments(
+    source: Source, release: Release
+) -> None:
     apply = source.function(_WORKER, "EAGLEWorkerV2.apply_runtime_state")
-    for call in ast.walk(apply):
-        if isinstance(call, ast.Call) and dotted(call.func).endswith(".override"):
-            return call.keywords
-    return []
+    overrides = [c for c in calls(apply, "override") if "get_context" in ast.unparse(c.func)]
+    assert bool(overrides) == release.config_bags
+    if overrides:
+        written = {k.arg for call in overrides for k in call.keywords} - {None}
+        assert written == _text_arguments("set_spec")
+    assert not any("server_args" in chain for chain in stores(_our_switch()))
+
+
+AT_START = {
+    "__init__", "_autotune_buffers", "_build_dsv4_kv_pool", "_build_hybrid_mamba_decode_req_pool",
+    "_build_hybrid_req_pool", "_dummy_run", "_handle_max_mamba_cache",
+    "_init_multi_layer_eagle_model_runners", "_init_pools", "_init_unified_mamba_pools",
+    "_init_unified_swa_pools", "_override_worker_state", "create_dummy_verify_input",
+    "decode_num_tokens_per_bs", "from_args", "get_spec_info", "handle_max_mamba_cache",
+    "init_decode_cuda_graph", "init_model_config", "install_canary", "resolve_num_tokens_per_req",
+}  # fmt: skip
+RESERVES = {
+    "get_alloc_len_per_decode", "get_req_to_token_extra_context_len",
+    "new_tokens_required_next_decode", "spec_decode_alloc_len_per_request",
+}  # fmt: skip
+REPORTS = {
+    "_active_spec_config_snapshot", "_calculate_spec_decoding_metrics", "report_decode_stats",
+}  # fmt: skip
+NOT_OURS = {
+    "build_eagle_disagg_draft_input",  # PD is refused
+    "forward",  # models/deepseek_v2.py, while it is captured with torch.compile
+    "prepare_for_decode",  # DFLASH
+}
+"""Functions that read the step counts from the server arguments, and why a switch may leave them.
+
+What reserves KV must find the widest; what reports divides by it, as SGLang does without a switch.
+"""
+
+
+def test_no_round_reads_a_narrower_width_from_the_server_arguments(
+    source: Source, release: Release
+) -> None:
+    if release.config_bags:
+        return
+    readers: set[str] = set()
+    package = source.root / "sglang" / "srt"
+    for path in package.rglob("*.py"):
+        module = path.relative_to(package).as_posix()
+        if not module.startswith(("server_args", "arg_groups/", "hardware_backend/")):
+            text = path.read_text(encoding="utf-8-sig")
+            if "speculative_num_" in text:
+                readers |= _readers_of_step_counts(ast.parse(text))
+    assert readers - AT_START - RESERVES - REPORTS - NOT_OURS == set()
+    assert readers & RESERVES
+
+
+def _readers_of_step_counts(tree: ast.Module) -> set[str]:
+    names = {
+        "speculative_num_steps", "speculative_num_draft_tokens", "max_speculative_num_draft_tokens",
+    }  # fmt: skip
+    found: set[str] = set()
+
+    def walk(node: ast.AST, function: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Attribute) and child.attr in names:
+                owner = ast.unparse(child.value)
+                arguments = owner.split(".")[-1] in ("server_args", "sa", "args")
+                if isinstance(child.ctx, ast.Load) and (arguments or "server_args(" in owner):
+                    found.add(function)
+            inner = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            walk(child, child.name if inner else function)
+
+    walk(tree, "")
+    return found
 
 
 _PYTHON = {
@@ -238,30 +260,32 @@ _OTHERS = {
 
 def test_the_tables_are_complete() -> None:
     """An attribute that the adapter starts to use must get an entry above."""
-    listed = {name for names in ATTRIBUTES.values() for name in names} | set(PARALLEL)
-    known = listed | {place.split(":")[1].split(".")[0] for place in GLOBALS}
-    known |= {
-        part
-        for release in RELEASES
-        for need in requirements_of(release)
-        for part in need.qualname.split(".")
-    }
+    listed: set[str] = set()
+    known: set[str] = set()
+    for release in RELEASES:
+        listed |= {name for names in attributes(release).values() for name in names}
+        known |= set(parallel_sizes(release))
+        known |= {place.split(":")[1] for place in module_globals(release)}
+        known |= {part for need in requirements_of(release) for part in need.qualname.split(".")}
+    known |= listed | {"cuda_graph_bs", "speculative_adaptive"}  # a server argument
     used = {
         node.attr
         for tree in _trees(*_ADAPTER)
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
     }
-    by_name = _text_arguments("getattr") | _text_arguments("_attribute")
+    by_name = _text_arguments("getattr") | _text_arguments("replaced")
     by_name |= {
         item.value
-        for tree in _trees("compat/engine.py")
+        for tree in _trees("compat/engine.py", "compat/facts.py", "compat/releases.py")
         for node in ast.walk(tree)
         if isinstance(node, ast.Tuple)
         for item in node.elts
         if isinstance(item, ast.Constant) and isinstance(item.value, str)
     }
     used |= by_name
+    for release in RELEASES:
+        used |= {release.dp_vote, release.width_attribute, release.runner_attribute}
     assert used - known - _ours() - _PYTHON - _OTHERS == set()
     assert listed - used == set()
 

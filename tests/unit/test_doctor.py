@@ -14,10 +14,17 @@ from typing import Any
 import pytest
 
 from sglang_verify_graphs.cli import main
-from sglang_verify_graphs.compat.preflight import DEFECTS, check, check_worker, in_source
+from sglang_verify_graphs.compat.preflight import (
+    DEFECTS,
+    check,
+    check_values,
+    check_worker,
+    in_source,
+)
 from sglang_verify_graphs.compat.releases import RELEASES, Release
 from sglang_verify_graphs.compat.requirements import requirements_of
 from sglang_verify_graphs.compat.source import Source
+from sglang_verify_graphs.compat.values import attributes
 from tests.contract.conftest import sources
 from tests.unit.test_install import ROOT, needs_pth
 
@@ -70,6 +77,7 @@ def copy_of(newest: Path, target: Path) -> Path:
     source, needs = Source(newest), requirements_of(RELEASES[-1])
     check(needs.launcher, in_source(source))
     check_worker(needs, in_source(source))
+    check_values(RELEASES[-1], source)
     names = {*source._trees, "sglang.srt.plugins"}
     for path in filter(None, map(source._path, names)):
         copied = target / path.relative_to(newest)
@@ -94,6 +102,8 @@ def test_it_names_every_patch_and_serves(
     assert found["sglang"] == release.version
     named = [r["name"] for r in found["rows"] if r["kind"] in ("patch", "call")]
     assert named == [str(need) for need in requirements_of(release)]
+    values = [r["name"] for r in found["rows"] if r["kind"] == "values"]
+    assert values == list(attributes(release))
     defects = {r["name"]: r["state"] for r in found["rows"] if r["kind"] == "defect"}
     assert defects == {d.name: "applied" if d.present(release) else "not needed" for d in DEFECTS}
     assert found["capabilities"].items() <= vars(release).items()
@@ -131,8 +141,10 @@ def test_the_text_says_what_the_json_says(
         ("speculative/eagle_worker_v2.py", "def activate_step_by_batch(self, ",
          "def activate_step_by_batch(self, rank, ", "EAGLEWorkerV2.activate_step_by_batch",
          "it must be given rank, which this package does not know"),
+        ("mem_cache/memory_pool.py", "self.size = size", "self.rows = size", ":ReqToTokenPool",
+         "it has no size"),
     ],
-    ids=["gone", "another signature", "a new required parameter"],
+    ids=["gone", "another signature", "a new required parameter", "a value"],
 )  # fmt: skip
 def test_what_changed_is_refused_by_name(
     capsys: pytest.CaptureFixture[str], newest: Path, tmp_path: Path,
@@ -204,7 +216,8 @@ def test_no_sglang_at_all(
 ) -> None:
     from sglang_verify_graphs.cli import doctor as module
 
-    monkeypatch.setattr(module, "_installed", lambda: (None, None))
+    monkeypatch.setattr(module, "installed", lambda: None)
+    monkeypatch.setattr(module, "sglang_version", lambda: None)
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert out.startswith("SGLang is not installed\n")
