@@ -25,19 +25,12 @@ for option; do
 done
 
 # What the CPU route installs in place of SGLang's own dependencies, which are gigabytes of kernels.
-older="transformers==5.12.1 compressed-tensors==0.18.0 openai==2.6.1 xgrammar==0.2.1"
 declare -A packages=(
   [0.5.9]="transformers==4.57.1 compressed-tensors==0.18.0 openai==2.6.1"
   [0.5.10.post1]="transformers==5.3.0 compressed-tensors==0.18.0 openai==2.6.1"
   [0.5.12.post1]="transformers==5.6.0 compressed-tensors==0.18.0 openai==2.6.1"
-  [0.5.16]=$older
-  [0.5.17]=$older
-  [0.5.18]=$older
-  [0.5.19]=$older
-  [0.5.20]=$older
-  [0.5.21]="transformers==5.12.1 compressed-tensors==0.18.0 openai==2.6.1 xgrammar==0.2.7"
-  [0.5.22]="transformers==5.19.0 compressed-tensors==0.18.0 openai==2.6.1 xgrammar==0.2.7
-            apache-tvm-ffi==0.1.11"
+  [0.5.17]="transformers==5.12.1 compressed-tensors==0.18.0 openai==2.6.1 xgrammar==0.2.1"
+  [0.5.20]="transformers==5.12.1 compressed-tensors==0.18.0 openai==2.6.1 xgrammar==0.2.1"
   [0.5.23]="transformers==5.19.0 compressed-tensors==0.18.0 openai==2.8.0 xgrammar==0.2.7
             apache-tvm-ffi==0.1.11"
 )
