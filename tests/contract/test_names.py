@@ -97,7 +97,11 @@ def test_server_arguments(source: Source, release: Release) -> None:
     """What ``config`` reads and ``switch`` writes are fields of ServerArgs."""
     names = _text_arguments("config") | _text_arguments("set_spec")
     assert len(names) > 15
-    other = {"cuda_graph_bs", "speculative_adaptive"} if release.runner_package else {"cuda_graph_config"}
+    other = (
+        {"cuda_graph_bs", "speculative_adaptive"}
+        if release.runner_package
+        else {"cuda_graph_config"}
+    )
     names |= {"cuda_graph_bs", "cuda_graph_config"} - other
     assert names - other - _server_arguments(source) == set()
 
