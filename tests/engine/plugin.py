@@ -186,6 +186,62 @@ def draft_extend_widths(config: dict[str, Any], settings: dict[str, Any]) -> dic
     }
 
 
+def states_of_stock(
+    config: dict[str, Any], settings: None, steps: list[int], batches: list[int]
+) -> dict[str, Any]:
+    """States of other step counts, pruned to `batches`, as stock's adaptive mode builds them."""
+    engine, _ = start(config, settings)
+    built: dict[str, Any] = {}
+    for k in steps:
+        try:
+            state = engine.spec_worker.build_adaptive_runtime_state(k, k + 1, batches)
+        except Exception as error:
+            built[str(k)] = {"error": str(error)}
+            continue
+        built[str(k)] = _as_built(
+            state.target_graph_runner, state.cuda_graph_runner_for_draft_extend
+        )
+    return built
+
+
+def states_of_ours(
+    config: dict[str, Any], settings: dict[str, Any], steps: list[int], batches: list[int]
+) -> dict[str, Any]:
+    """The same from the adapter."""
+    engine, _ = start(config, settings)
+    adapter = engine.spec_worker.adaptive_controller.engine
+    states = {str(k): adapter.build_state(k, batches) for k in steps}
+    return {k: _as_built(s.target_graphs, s.draft_extend_graphs) for k, s in states.items()}
+
+
+def _as_built(verify: Any, draft_extend: Any) -> dict[str, Any]:
+    return {"batches": verify.capture_bs, "draft_extend_width": draft_extend.captured_req_width}
+
+
+def hidden_mode(config: dict[str, Any], settings: dict[str, Any] | None) -> dict[str, Any]:
+    """A verify that wants no hidden states: what stock does after its gate, what ours answers."""
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+
+    engine, _ = start(config, settings)
+    target = engine.target_runner
+    runner = target.decode_cuda_graph_runner
+    seen: list[Any] = []
+    ask = runner.can_run_graph
+    runner.can_run_graph = lambda batch: (seen.append(batch), ask(batch))[1]
+    engine.run(random_prompts(2), 8)
+    batch = seen[-1]
+    spec = dataclasses.replace(batch.spec_info, capture_hidden_mode=CaptureHiddenMode.NULL)
+    other = dataclasses.replace(batch, spec_info=spec, capture_hidden_mode=CaptureHiddenMode.NULL)
+    captured: list[Any] = []
+    stock = runner if settings is None else runner._runners[config["steps"]]
+    stock.capture = lambda: captured.append(1)
+    answer = bool(ask(other))
+    if answer:
+        stock.recapture_if_needed(other)
+    status = _internal_state(engine) if settings is not None else {}
+    return {"answer": answer, "captured": len(captured), "status": status}
+
+
 def stock_batches(config: dict[str, Any], settings: None, batches: list[int]) -> dict[str, Any]:
     """Accepted-draft histograms of stock SGLang, batch by batch."""
     engine, _ = start(config, settings)
