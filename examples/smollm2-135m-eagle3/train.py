@@ -36,16 +36,16 @@ class TrainConfig:
 
     target: Path = field(metadata={"help": "directory written by target.py"})
     out: Path = field(default=HERE / "draft", metadata={"help": "directory of the draft"})
-    minutes: float = field(default=6.5, metadata={"help": "budget of the whole run"})
+    minutes: float = field(default=12.0, metadata={"help": "budget of the whole run"})
     seed: int = 17
-    draft_vocab_size: int = 5120
+    draft_vocab_size: int = 5632
     chain_steps: int = field(default=4, metadata={"help": "unrolled steps in training"})
-    writing_share: float = field(default=0.3, metadata={"help": "share of the budget for texts"})
+    writing_share: float = field(default=0.35, metadata={"help": "share of the budget for texts"})
     writing_batch: int = 3072
     max_prompt_tokens: int = 96
     max_new_tokens: int = 256
     temperature: float = field(default=0.7, metadata={"help": "of every third batch of answers"})
-    batch: int = 64
+    batch: int = 128
     learning_rate: float = 1e-3
     weight_decay: float = 0.01
     step_decay: float = field(default=0.8, metadata={"help": "loss weight ratio of later steps"})
