@@ -55,7 +55,10 @@ def main() -> None:
     if arguments.copy_to is not None:
         arguments.copy_to.mkdir(parents=True, exist_ok=True)
     results = Results(state / name, header, resume=arguments.resume, copy_to=arguments.copy_to)
-    Benchmark(matrix, results, state, arguments.budget, prefetch=not arguments.no_prefetch).run()
+    Benchmark(
+        matrix, results, state, arguments.budget, port=arguments.port,
+        prefetch=not arguments.no_prefetch,
+    ).run()  # fmt: skip
     print(table(results.data))
     print(f"results: {results.path}")
 
@@ -72,6 +75,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="keep what --state already holds")
     parser.add_argument("--only", nargs="*", default=[], help="parts of configurations' names")
     parser.add_argument("--plan", action="store_true", help="print what would run, run nothing")
+    parser.add_argument("--port", type=int, default=31000, help="first port of the engines")
     parser.add_argument("--no-prefetch", action="store_true", help="start engines when needed only")
     parser.add_argument("--smoke", action="store_true", help="the code path, on a CPU, in minutes")
     return parser.parse_args()
@@ -147,31 +151,35 @@ def _print_plan(matrix: Matrix) -> None:
             print(f"    {task.key:<20}{task.seconds:>5.0f} s  batches {list(task.batches)}")
 
 
-def _own_cores(engines: int) -> list[list[int]]:
-    """Cores of each engine: its own where there are three or more for each, else all of them.
+def _cores(configuration: int) -> list[int]:
+    """Half of the cores for all engines of a configuration, the other half for the next one's.
 
-    Rounds of a small model are bound by the host, and engines on shared cores slow each other down.
+    Rounds of a small model are bound by the host. Engines are measured in turn and sleep meanwhile,
+    so on the same cores they meet the same clocks and neighbours; the next configuration's engines,
+    which import meanwhile, are kept away.
     """
     cores = sorted(os.sched_getaffinity(0))
-    each = len(cores) // engines
-    if each < 3:
-        return [cores] * engines
-    return [cores[i * each : (i + 1) * each] for i in range(engines)]
+    half = len(cores) // 2
+    if half < 4:
+        return cores
+    return cores[:half] if configuration % 2 == 0 else cores[half:]
 
 
 class Benchmark:
     """Walks the configurations; the next one's engines import while the present one's boot."""
 
     def __init__(
-        self, matrix: Matrix, results: Results, state: Path, budget: float, *, prefetch: bool
-    ) -> None:
+        self, matrix: Matrix, results: Results, state: Path, budget: float, *, port: int,
+        prefetch: bool,
+    ) -> None:  # fmt: skip
         self._matrix = matrix
         self._results = results
         self._state = state
         self._deadline = time.monotonic() + budget - SPARE
         self._prefetch = prefetch
-        self._ports = count(31000, 7)
+        self._ports = count(port, 7)
         self._started: dict[str, dict[str, EngineProcess]] = {}
+        self._turn = count()
 
     def run(self) -> None:
         try:
@@ -203,11 +211,10 @@ class Benchmark:
     def _start(self, configuration: Configuration) -> dict[str, EngineProcess]:
         if configuration.key not in self._started:
             folder = self._state / "engines" / configuration.key.replace("/", "-")
+            cores = _cores(next(self._turn))
             engines = {
                 spec.role: EngineProcess(spec, folder / spec.role, next(self._ports), cores)
-                for spec, cores in zip(
-                    configuration.engines, _own_cores(len(configuration.engines)), strict=True
-                )
+                for spec in configuration.engines
             }
             for engine in engines.values():
                 engine.start()
@@ -268,7 +275,7 @@ class Benchmark:
     ) -> None:
         role, identity = engine.spec.role, ("set", "role", "source", "draft_steps")
         ladder, report = state["probe"]["ladder"], state["verify_graphs"] or {}
-        several = role == VERIFY or "adaptive" in role
+        several = engine.spec.engine == VERIFY or "adaptive" in role
         entry = {
             "set": configuration.key,
             "role": role,
@@ -286,7 +293,7 @@ class Benchmark:
             "dropped": report.get("dropped"),
         }
         self._results.add("capture", entry, identity)
-        if role != VERIFY:
+        if engine.spec.engine != VERIFY:
             return
         for width in report.get("capture", []):
             part = {name: entry[name] for name in ("set", "role", "engine", "attention", "model")}

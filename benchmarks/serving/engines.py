@@ -19,11 +19,13 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
-from serving.probe import COMMAND, FOLDER, GO
+from serving.probe import COMMAND, FOLDER, GO, Starts
 
 HERE = Path(__file__).resolve().parent
 TAIL = 4000
@@ -69,6 +71,8 @@ class Sample:
     """From the last request's first token to the last token of all."""
     first_spread: float
     """Seconds between the requests' first tokens: 0 where one prefill batch held them all."""
+    typical_round_ms: float = 0.0
+    """Median of the times between the starts of two forwards of the scheduler: no stall counts."""
 
     @property
     def tok_s(self) -> float:
@@ -91,6 +95,17 @@ class Sample:
         histogram = self.histogram
         rounds = sum(histogram)
         return sum(n * count for n, count in enumerate(histogram, 1)) / rounds if rounds else 0.0
+
+
+def joined(turns: Sequence[Sample]) -> Sample:
+    """The same batch served several times: the last one's tokens, and times that are means."""
+    return replace(
+        turns[-1],
+        seconds=mean(turn.seconds for turn in turns),
+        decode_seconds=mean(turn.decode_seconds for turn in turns),
+        first_spread=max(turn.first_spread for turn in turns),
+        typical_round_ms=median(turn.typical_round_ms for turn in turns),
+    )
 
 
 class EngineProcess:
@@ -189,7 +204,11 @@ class EngineProcess:
     ) -> Sample:
         """Serve these prompts as one batch."""
         wanted = {"prompts": str(prompts), "rows": list(rows), "max_new_tokens": max_new_tokens}
-        return Sample(**self.call("generate", timeout, **wanted))
+        starts = Starts(self.folder)
+        before = starts.count
+        served = self.call("generate", timeout, **wanted)
+        rounds = [later - earlier for earlier, later in pairwise(starts.since(before))]
+        return Sample(**served, typical_round_ms=median(rounds or [0]) / 1e6)
 
     def first_tokens(self, input_ids: list[list[int]]) -> list[int]:
         """The next token of each of these prompts."""

@@ -17,6 +17,8 @@ from serving.models import Model
 STEPS = 3
 STOCK, PLAN, VERIFY, OBSERVE = "stock", "stock-plan", "verify-graphs", "observe"
 STOCK_ONE_STEP = "stock-one-step"
+STOCK_AGAIN, VERIFY_AGAIN = "stock-again", "verify-graphs-again"
+"""Second processes of the two: what two processes of one program differ by."""
 ADAPTIVE, ADAPTIVE_PLAN = "stock-adaptive", "stock-adaptive-plan"
 
 
@@ -31,6 +33,8 @@ class Task:
     batches: tuple[int, ...] = ()
     pairs: int = 0
     new_tokens: int = 0
+    turns: int = 1
+    """Turns of each side within one pair; a sample is all turns of a side."""
 
     @property
     def key(self) -> str:
@@ -71,6 +75,7 @@ class Scale:
     """Batches in which all prompts are served in turn, to compare tokens."""
     pinned_batches: tuple[int, ...]
     pairs: int
+    turns: int
     prompt: int
     long_prompt: int
     new_tokens: int
@@ -92,7 +97,7 @@ H200 = Scale(
         "sampling_backend": "pytorch",
         "mem_fraction_static": 0.9,
     },
-    batches=(1, 2, 3, 4, 8, 12, 16, 20, 32, 40, 48),
+    batches=(1, 3, 8, 12, 16, 20, 32, 48),
     long_batches=(1, 3, 16, 48),
     dummy_batches=(1, 2, 3, 4, 8, 12, 16, 20, 32, 40, 48),
     dummy_long_batches=(1, 3, 8, 16),
@@ -101,6 +106,7 @@ H200 = Scale(
     groups=(48, 24, 18, 12, 6),
     pinned_batches=(1, 8, 12, 48),
     pairs=5,
+    turns=4,
     prompt=256,
     long_prompt=8000,
     new_tokens=128,
@@ -129,6 +135,7 @@ SMOKE = Scale(
     groups=(6, 3),
     pinned_batches=(2,),
     pairs=2,
+    turns=2,
     prompt=24,
     long_prompt=60,
     new_tokens=24,
@@ -169,7 +176,7 @@ class Matrix:
             self.cut(first, self.dummy),
         ]
         for one in everything:
-            if not self.chosen or any(word in one.key for word in self.chosen):
+            if not self.chosen or any(word in f"{one.key}$" for word in self.chosen):
                 yield one
 
     # -- configurations --------------------------------------------------------------------------
@@ -202,9 +209,11 @@ class Matrix:
                 speculative_num_steps=1, speculative_num_draft_tokens=2,
             ),
             self._engine(VERIFY, attention, self.real),
+            self._engine(STOCK_AGAIN, attention, self.real),
+            self._engine(VERIFY_AGAIN, attention, self.real),
         )  # fmt: skip
         key = f"{attention}/{self.real.name}"
-        return Configuration(key, attention, self.real, engines, tasks, 90)
+        return Configuration(key, attention, self.real, engines, tasks, 110)
 
     def shape(self, attention: str) -> Configuration:
         """The dummy shape: throughput where the model, not the launches, takes the time."""
@@ -280,10 +289,11 @@ class Matrix:
     def _paired(
         self, prompt: int, batches: tuple[int, ...], new: int, seconds: float, warm: float = 2
     ) -> Task:
-        runs = 2 * (self.scale.pairs + 1) * len(batches)
+        scale = self.scale
+        runs = 2 * (scale.pairs * scale.turns + 1) * len(batches)
         return Task(
             "paired", (STOCK, VERIFY), warm + runs * seconds, prompt, batches,
-            self.scale.pairs, new,
+            scale.pairs, new, scale.turns,
         )  # fmt: skip
 
     def _engine(
@@ -313,9 +323,12 @@ class Matrix:
         if ladder is not None:
             args["cuda_graph_bs_decode"] = list(ladder)
         settings: dict[str, Any] | None = None
-        if role == VERIFY:
+        if role in (VERIFY, VERIFY_AGAIN):
             settings = {"strict": True}
         elif role == OBSERVE:
             settings = {"observe": True}
-        engine = {PLAN: STOCK, STOCK_ONE_STEP: STOCK, ADAPTIVE_PLAN: ADAPTIVE}.get(role, role)
+        engine = {
+            PLAN: STOCK, STOCK_ONE_STEP: STOCK, STOCK_AGAIN: STOCK, VERIFY_AGAIN: VERIFY,
+            ADAPTIVE_PLAN: ADAPTIVE,
+        }.get(role, role)  # fmt: skip
         return EngineSpec(role, engine, args | scale.base | model.args | more, settings, model.env)

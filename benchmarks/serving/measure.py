@@ -10,14 +10,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from serving.engines import EngineProcess, Sample
+from serving.engines import EngineProcess, Sample, joined
 from serving.matrix import (
     OBSERVE,
     PLAN,
     STEPS,
     STOCK,
+    STOCK_AGAIN,
     STOCK_ONE_STEP,
     VERIFY,
+    VERIFY_AGAIN,
     Configuration,
     Scale,
     Task,
@@ -105,6 +107,7 @@ class Session:
             "tok_s": round(statistics.median(s.tok_s for s in samples), 2),
             "tok_s_samples": [round(s.tok_s, 2) for s in samples],
             "round_ms": round(statistics.median(s.round_ms for s in samples), 4),
+            "typical_round_ms": round(statistics.median(s.typical_round_ms for s in samples), 4),
             "whole_seconds": round(statistics.median(s.seconds for s in samples), 4),
             "first_spread_ms": round(1e3 * max(s.first_spread for s in samples), 3),
             "accept_length": round(last.accept_length, 4),
@@ -126,19 +129,35 @@ class Session:
             for row in self.results.data["rows"]
             if row["set"] == self.configuration.key and row["task"] == task.key
         }
+        sides = {
+            STOCK: self._present(STOCK, STOCK_AGAIN),
+            VERIFY: self._present(VERIFY, VERIFY_AGAIN),
+        }
+        for role in (*sides[STOCK][1:], *sides[VERIFY][1:]):
+            self._warm_up(role, task)
         for batch in task.batches:
             if {(batch, STOCK), (batch, VERIFY)} <= known:
                 continue
             self._check_time()
             rows = range(batch)
             samples: dict[str, list[Sample]] = {STOCK: [], VERIFY: []}
+            processes: dict[str, list[Sample]] = {
+                role: [] for side in sides.values() for role in side
+            }
             before = self._counts(VERIFY)
-            for role in samples:
+            for role in processes:
                 self._serve(role, task, rows)
             for pair in range(task.pairs):
-                order = (STOCK, VERIFY) if pair % 2 == 0 else (VERIFY, STOCK)
-                for role in order:
-                    samples[role].append(self._serve(role, task, rows))
+                turns: dict[str, list[Sample]] = {role: [] for role in processes}
+                for turn in range(task.turns):
+                    for name in list(sides)[:: 1 if (pair + turn) % 2 == 0 else -1]:
+                        side = sides[name]
+                        role = side[turn % len(side)]
+                        turns[role].append(self._serve(role, task, rows))
+                for role, parts in turns.items():
+                    processes[role].append(joined(parts))
+                for name, side in sides.items():
+                    samples[name].append(joined([part for role in side for part in turns[role]]))
             after = self._counts(VERIFY)
             stock = self._row(STOCK, task, batch, samples[STOCK], None, None)
             ours = self._row(VERIFY, task, batch, samples[VERIFY], before, after)
@@ -147,12 +166,18 @@ class Session:
             ours |= {
                 "ratio": round(statistics.median(ratios), 4),
                 "ratios": [round(ratio, 4) for ratio in ratios],
-                "round_ratios": [round(a.round_ms / b.round_ms, 4) for a, b in pairs],
+                "round_ratios": [
+                    round(a.typical_round_ms / b.typical_round_ms, 4) for a, b in pairs
+                ],
                 "requests_identical": _identical(pairs[-1][0].tokens, pairs[-1][1].tokens),
             }
-            for row, role in ((stock, STOCK), (ours, VERIFY)):
+            for row, name in ((stock, STOCK), (ours, VERIFY)):
+                one, *other = sides[name]
+                if other:
+                    again = list(zip(processes[one], processes[other[0]], strict=True))
+                    row["process_ratios"] = [round(b.tok_s / a.tok_s, 4) for a, b in again]
                 if self.configuration.model.real:
-                    last = samples[role][-1]
+                    last = samples[name][-1]
                     row["accept_lengths"] = [
                         round((len(tokens) - 1) / max(rounds, 1), 4)
                         for tokens, rounds in zip(last.tokens, last.rounds, strict=True)
@@ -160,10 +185,15 @@ class Session:
                 self.results.add("rows", row, ROW)
             print(
                 f"  {task.key} batch {batch:>2}: stock {stock['tok_s']:>9.1f}, verify-graphs "
-                f"{ours['tok_s']:>9.1f} tok/s, ratio {ours['ratio']:.3f}, eager "
+                f"{ours['tok_s']:>9.1f} tok/s, ratio {ours['ratio']:.3f}, rounds "
+                f"{statistics.median(ours['round_ratios']):.3f}, processes "
+                f"{stock.get('process_ratios', '')}, eager "
                 f"{ours['verify_eager']}, identical {ours['requests_identical']}/{batch}",
                 flush=True,
             )
+
+    def _present(self, *roles: str) -> list[str]:
+        return [role for role in roles if role in self.engines]
 
     def _observe(self, task: Task) -> None:
         """Why stock runs eager: the same batches on an engine that only watches."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import mmap
 import os
 import sys
 import time
@@ -39,6 +40,7 @@ def load() -> None:
         probe = Probe(self, folder)
         # Instance attributes: whatever the class holds by now, ours or stock, is what they call.
         self.init_all_cuda_graphs = probe.timed(self.init_all_cuda_graphs)
+        self.run_batch = probe.dated(self.run_batch)
         self.get_internal_state = probe.answering(self.get_internal_state)
         initialise(self, *args, **kwargs)
 
@@ -53,6 +55,35 @@ def _wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
+class Starts:
+    """When the forwards of a scheduler process began, in nanoseconds, read by the benchmark.
+
+    A file that both processes map: a count, then the times, the oldest overwritten.
+    """
+
+    ROOM = 1 << 16
+
+    def __init__(self, folder: Path, *, create: bool = False) -> None:
+        path = folder / "starts.bin"
+        if create:
+            path.write_bytes(bytes(8 * (self.ROOM + 1)))
+        with path.open("r+b") as file:
+            self._words = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+
+    def note(self) -> None:
+        words = self._words
+        count = words[0]
+        words[1 + count % self.ROOM] = time.perf_counter_ns()
+        words[0] = count + 1
+
+    @property
+    def count(self) -> int:
+        return self._words[0]
+
+    def since(self, count: int) -> list[int]:
+        return [self._words[1 + i % self.ROOM] for i in range(count, self._words[0])]
+
+
 class Probe:
     """State of the probe in one scheduler process."""
 
@@ -63,6 +94,17 @@ class Probe:
         self._hook: Any = None
         self._logits: list[list[tuple[list[int], list[float]]]] = []
         self._gate: GateTimer | None = None
+        self._starts = Starts(folder, create=True)
+
+    def dated(self, run_batch: Callable[..., Any]) -> Callable[..., Any]:
+        """Notes when each forward of the scheduler begins: 0.3 us, in every engine alike."""
+        note = self._starts.note
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            note()
+            return run_batch(*args, **kwargs)
+
+        return run
 
     def timed(self, capture: Callable[[], None]) -> Callable[[], None]:
         def measured() -> None:
@@ -271,10 +313,11 @@ def _process_gb() -> float | None:
         import pynvml
 
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
-            if process.pid == os.getpid() and process.usedGpuMemory:
-                return float(process.usedGpuMemory) / 2**30
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+                if process.pid == os.getpid() and process.usedGpuMemory:
+                    return float(process.usedGpuMemory) / 2**30
     except Exception:
         return None
     return None

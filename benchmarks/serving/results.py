@@ -10,16 +10,20 @@ import shutil
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 LISTS = ("rows", "equality", "divergence", "hot_path", "capture", "failed")
 NOTES = {
     "tok_s": "tokens after each request's first, over the time from the last first token to the "
-    "end; median of the samples; all requests arrive together, their prompts in the prefix cache",
+    "end; median of the samples, each the mean of an engine's turns in one pair; all requests "
+    "arrive together, their prompts in the prefix cache",
     "round_ms": "that time over the verify rounds of the longest request",
-    "ratio": "verify-graphs over stock, pair by pair, the order turned round in every second pair",
+    "typical_round_ms": "median of the times between the starts of two forwards in the scheduler "
+    "process: stalls of the host do not count; round_ratios are stock's over verify-graphs'",
+    "process_ratios": "a second process of the same engine over the first, pair by pair",
+    "ratio": "verify-graphs over stock, pair by pair; within a pair the engines take several "
+    "turns, the order turned round each time",
     "capture": "one probe for all engines around Scheduler.init_all_cuda_graphs, one engine at a "
     "time; gb is what the device lost, process_gb what the driver counts for the process and "
     "reserved_gb what torch does; source 'report' is the package's own figure of one width",
@@ -108,15 +112,14 @@ def _by(rows: list[dict[str, Any]], *names: str) -> dict[tuple[Any, ...], list[d
     return groups
 
 
-def _repeats(rows: list[dict[str, Any]], where: str, prompt: int) -> list[float]:
-    """Each stock measurement over the one before it: what this machine cannot tell apart."""
-    samples = [
-        row["tok_s_samples"]
+def _processes(rows: list[dict[str, Any]], where: str, prompt: int) -> list[float]:
+    """One stock process over the other: what this machine cannot tell apart."""
+    return [
+        ratio
         for row in rows
         if row["engine"] == "stock" and (row["set"], row["prompt"]) == (where, prompt)
-        and row["task"].startswith("paired")
-    ]  # fmt: skip
-    return [later / earlier for one in samples for earlier, later in pairwise(one)]
+        for ratio in row.get("process_ratios", ())
+    ]
 
 
 def _throughput(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -124,7 +127,7 @@ def _throughput(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     paired = [row for row in rows if row.get("ratios")]
     found = []
     for (where, prompt), group in _by(paired, "set", "prompt").items():
-        repeats = _repeats(rows, where, prompt)
+        processes = _processes(rows, where, prompt)
         ratios = [ratio for row in group for ratio in row["ratios"]]
         rounds = [ratio for row in group for ratio in row["round_ratios"]]
         found.append(
@@ -135,8 +138,14 @@ def _throughput(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "pairs": len(ratios),
                 "median": round(statistics.median(ratios), 4),
                 "lower_quartile": round(_quartile(ratios), 4),
-                "stock_repeats_lower_quartile": round(_quartile(repeats), 4) if repeats else None,
                 "round_ratio_median": round(statistics.median(rounds), 4),
+                "round_ratio_lower_quartile": round(_quartile(rounds), 4),
+                "stock_processes": None
+                if not processes
+                else {
+                    "median": round(statistics.median(processes), 4),
+                    "lower_quartile": round(_quartile(processes), 4),
+                },
                 "median_by_batch": {str(row["batch"]): row["ratio"] for row in group},
             }
         )
@@ -228,11 +237,13 @@ def table(data: dict[str, Any]) -> str:
     """A page for the terminal."""
     lines = [f"{data['sglang']} on {data['device']}, torch {data['torch']}"]
     total = data["summary"]
-    lines.append(f"{'set':<34}{'prompt':>7}{'pairs':>6}{'median':>8}{'lower q.':>9}{'round':>7}")
+    titles = f"{'set':<34}{'prompt':>7}{'pairs':>6}"
+    lines.append(titles + f"{'median':>8}{'lower q.':>9}{'rounds':>8}{'lower q.':>9}")
     for t in total["throughput"]:
         lines.append(
             f"{t['set']:<34}{t['prompt']:>7}{t['pairs']:>6}{t['median']:>8.3f}"
-            f"{t['lower_quartile']:>9.3f}{t['round_ratio_median']:>7.3f}"
+            f"{t['lower_quartile']:>9.3f}{t['round_ratio_median']:>8.3f}"
+            f"{t['round_ratio_lower_quartile']:>9.3f}"
         )
     for a in total["accept"]:
         lines.append(
