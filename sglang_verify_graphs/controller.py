@@ -201,7 +201,9 @@ class DraftStepsController:
             self.counters.refuse(phase, decision)
         self.timer.start(batch_size, steps, self.engine.model_runner.forward_pass_id)
 
-    def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> None:
+    def on_verify_complete(
+        self, num_correct_drafts_per_req: list[int], batch_size: int = 0
+    ) -> None:
         """One round late and on another stream: counts, and changes nothing."""
         self.counters.accept(num_correct_drafts_per_req)
 

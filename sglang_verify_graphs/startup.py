@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang_verify_graphs.buckets import CapturePlan, format_ranges, plan_capture
 from sglang_verify_graphs.compat.engine import SGLangEngine
+from sglang_verify_graphs.compat.legacy import engine_of
 from sglang_verify_graphs.compat.preflight import Row
 from sglang_verify_graphs.compat.releases import Release
 from sglang_verify_graphs.compat.twophase import build_workers
@@ -17,7 +18,7 @@ from sglang_verify_graphs.controller import DraftStepsController
 from sglang_verify_graphs.errors import AttestationError, SettingsError, UnsupportedError
 from sglang_verify_graphs.policy import FixedSteps, Policy, ScriptedSteps
 from sglang_verify_graphs.settings import Settings
-from sglang_verify_graphs.support import ServerFacts, limits_of
+from sglang_verify_graphs.support import EAGLE_WORKERS, ServerFacts, limits_of
 
 logger = logging.getLogger("sglang_verify_graphs")
 
@@ -84,7 +85,7 @@ def capture_verify_graphs(
     """Run ``Scheduler.init_all_cuda_graphs`` over the planned buckets, not the stock ladder."""
     report.sglang, report.tested = release.version, release.tested
     stock_capture = build_workers(release, scheduler, stock_capture)
-    engine = SGLangEngine(release, scheduler)
+    engine = engine_of(release, scheduler)
     try:
         if scheduler.draft_worker is None:
             raise UnsupportedError(_no_speculation())
@@ -115,7 +116,7 @@ def capture_verify_graphs(
     if settings.script:
         policy = ScriptedSteps(settings.script)
     controller = DraftStepsController(engine, plan, policy, memory_gb=settings.memory_gb)
-    engine.worker.adaptive_controller = controller
+    engine.seat(controller)
     with engine.capturing(controller.fit_configured_width()):
         stock_capture()
     controller.install()
@@ -176,7 +177,8 @@ def _observe(engine: SGLangEngine, report: Report) -> None:
 def observing_controller(engine: SGLangEngine) -> DraftStepsController | None:
     """A controller that watches the start-up state; None for a worker that has no such seat."""
     worker, runner = engine.worker, engine.verify_runner()
-    if type(worker).__name__ != "EAGLEWorkerV2" or worker.adaptive_controller is not None:
+    adaptive = getattr(worker, "adaptive_controller", None)
+    if type(worker).__name__ not in EAGLE_WORKERS or adaptive is not None:
         return None  # stock swaps its own states; watching one of them would explain a part only
     plan = plan_capture(
         [worker.speculative_num_steps],
@@ -188,7 +190,7 @@ def observing_controller(engine: SGLangEngine) -> DraftStepsController | None:
     policy = FixedSteps(worker.speculative_num_steps)
     controller = DraftStepsController(engine, plan, policy, observe=True)
     controller.register(None)
-    engine.worker.adaptive_controller = controller
+    engine.seat(controller)
     controller.install()
     return controller
 

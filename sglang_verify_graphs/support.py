@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+EAGLE_WORKERS = ("EAGLEWorker", "EAGLEWorkerV2")
+
 
 @dataclass(frozen=True)
 class ServerFacts:
@@ -38,6 +40,8 @@ class ServerFacts:
     decode_graphs: bool = True
     zero_steps: bool = True
     """Whether SGLang can verify a round without drafts."""
+    one_width: bool = False
+    """Whether this SGLang release serves no second width."""
     padding: bool = True
     alignment: int = 1
     worker: str = "EAGLEWorkerV2"
@@ -75,7 +79,7 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit(
         "multi-layer EAGLE / MTP",
-        lambda f: f.multi_layer or f.worker != "EAGLEWorkerV2",
+        lambda f: f.multi_layer or f.worker not in EAGLE_WORKERS,
         "its worker cannot build a second width",
         "remove --enable-multi-layer-eagle",
     ),
@@ -150,6 +154,13 @@ LIMITS: tuple[Limit, ...] = (
         lambda f: f.captured_prefill_metadata,
         "they hold the start-up backend's metadata",
         "use another attention backend",
+    ),
+    Limit(
+        "SGLang of before its adaptive v2 worker",
+        lambda f: f.one_width,
+        "its workers cannot switch to another width",
+        "install a newer SGLang release for several widths",
+        fixed_width=True,
     ),
     Limit(
         "tree drafts (topk > 1)",

@@ -46,6 +46,10 @@ class SGLangEngine(SchedulerFacts):
         """What SGLang asks for a verify graph."""
         return getattr(self.model_runner, self.release.runner_attribute)
 
+    def seat(self, controller: Any) -> None:
+        """Have the worker ask ``controller`` at the head of a round, and report to it."""
+        self.worker.adaptive_controller = controller
+
     def captured_width(self, runner: Any) -> int:
         """Tokens per request that a runner was captured for."""
         return int(getattr(runner, self.release.width_attribute))

@@ -75,6 +75,7 @@ class SchedulerFacts:
             ),
             decode_graphs=self._decode_graphs(),
             zero_steps=self.release.zero_steps,
+            one_width=self.release.one_width,
             padding=not config("disable_cuda_graph_padding"),
             alignment=self._alignment(),
         )

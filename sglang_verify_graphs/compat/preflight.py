@@ -177,6 +177,21 @@ DEFECTS: tuple[Defect, ...] = (
         lambda release: release.recaptures_hidden_mode,
         "such a verify runs eager, by name",
     ),
+    Defect(
+        "the largest batch asked for may not be captured",
+        lambda release: release.truncates_ladder,
+        "captured to the largest batch that may run",
+    ),
+    Defect(
+        "verify graphs read the default EAGLE-3 layers, whichever the draft asks for",
+        lambda release: release.captures_default_layers,
+        "they read the configured ones",
+    ),
+    Defect(
+        "a refused verify may be replayed in a prefill graph",
+        lambda release: release.prefill_graph_takes_verify,
+        "prefill graphs are kept from it",
+    ),
 )
 
 

@@ -64,6 +64,14 @@ class Release:
     """Eager draft extend runs on ``draft_runner.attn_backend``, which a switch has to set."""
     parallel_context: bool = True
     """``runtime_context.get_parallel``."""
+    one_width: bool = False
+    """No worker switches between states of several widths; there is a v1 worker beside v2."""
+    captures_default_layers: bool = False
+    """Graphs read the default layers for EAGLE-3, whichever the draft asks for."""
+    prefill_graph_takes_verify: bool = False
+    """A verify that was refused its graph may be replayed in one captured for prefill."""
+    truncates_ladder: bool = False
+    """``--cuda-graph-max-bs`` itself may be missing among the batches that are captured."""
 
     @property
     def runner_module(self) -> str:
@@ -124,8 +132,30 @@ _13 = replace(
     extend_backend_on_runner=False,
     parallel_context=False,
 )
+_12 = replace(_13, version="0.5.12.post1", one_width=True)
+_11 = replace(_12, version="0.5.11")
+_10 = replace(
+    _11, version="0.5.10.post1", captures_default_layers=True, prefill_graph_takes_verify=True
+)
+_9 = replace(_10, version="0.5.9", truncates_ladder=True)
 
-RELEASES: tuple[Release, ...] = (_13, _14, _15, _16, _17, _18, _19, _20, _21, _22, _23)
+RELEASES: tuple[Release, ...] = (
+    _9,
+    _10,
+    _11,
+    _12,
+    _13,
+    _14,
+    _15,
+    _16,
+    _17,
+    _18,
+    _19,
+    _20,
+    _21,
+    _22,
+    _23,
+)
 """Oldest first. Each is written as the one after it, and what differs."""
 
 

@@ -61,7 +61,11 @@ def requirements_of(release: Release) -> Requirements:
             Requirement(SCHEDULER, "Scheduler.get_internal_state", ("self", "recv_req")),
         ),
         tuple(_capture(release)),
-        (*_WORKER, *_runner(release), *_facts(release)),
+        (
+            *(_ONE_WIDTH_WORKER if release.one_width else _WORKER),
+            *_runner(release),
+            *_facts(release),
+        ),
     )
 
 
@@ -94,6 +98,8 @@ def _capture(release: Release) -> Iterator[Requirement]:
         yield Requirement(
             f"{_SPEC}.eagle_worker_v2", "EagleDraftWorker.init_cuda_graphs", ("self",)
         )
+    if release.one_width:
+        yield Requirement(f"{_SPEC}.eagle_worker", "EAGLEWorker.init_cuda_graphs", ("self",))
 
 
 _WORKER: tuple[Requirement, ...] = (
@@ -110,18 +116,19 @@ _WORKER: tuple[Requirement, ...] = (
         "EAGLEWorkerV2.on_verify_complete_cpu",
         ("self", "num_correct_drafts_per_req", "batch_size"),
     ),
+)
+_ONE_WIDTH_WORKER: tuple[Requirement, ...] = (
+    Requirement(f"{_SPEC}.eagle_worker", "EAGLEWorker.draft", ("self", "batch")),
     Requirement(
-        f"{_SRT}.utils.common",
-        "get_available_gpu_memory",
-        ("device", "gpu_id", "distributed", "empty_cache", "cpu_group"),
+        f"{_SPEC}.eagle_worker_v2", "EagleDraftWorker.draft", ("self", "model_worker_batch")
     ),
-    Requirement(f"{_SRT}.distributed.parallel_state", "get_tp_group"),
 )
 
 
 def _runner(release: Release) -> Iterator[Requirement]:
-    module, owner = release.chain_owner.split(":")
-    yield Requirement(f"{_SPEC}.{module}", f"{owner}._rebuild_topk1_chain_buffers", ("self",))
+    if not release.one_width:
+        module, owner = release.chain_owner.split(":")
+        yield Requirement(f"{_SPEC}.{module}", f"{owner}._rebuild_topk1_chain_buffers", ("self",))
     names = ("can_run", "replay_prepare", "replay")
     if release.runner_package:
         names = ("can_run_graph", "load_batch", "execute")
@@ -140,7 +147,14 @@ def _runner(release: Release) -> Iterator[Requirement]:
 
 
 def _facts(release: Release) -> Iterator[Requirement]:
-    yield Requirement(release.allocation_module, "get_alloc_len_per_decode")
+    yield Requirement(
+        f"{_SRT}.utils.common",
+        "get_available_gpu_memory",
+        ("device", "gpu_id", "distributed", "empty_cache", "cpu_group"),
+    )
+    yield Requirement(f"{_SRT}.distributed.parallel_state", "get_tp_group")
+    if not release.one_width:
+        yield Requirement(release.allocation_module, "get_alloc_len_per_decode")
     if release.config_bags:
         yield Requirement(f"{_SRT}.runtime_context", "get_context")
         yield Requirement(f"{_SRT}.runtime_context", "get_spec")

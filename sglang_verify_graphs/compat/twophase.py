@@ -13,6 +13,7 @@ from typing import Any
 
 from sglang_verify_graphs.compat.engine import replaced
 from sglang_verify_graphs.compat.facts import module
+from sglang_verify_graphs.compat.legacy import draft_runner, set_layers, v1_workers
 from sglang_verify_graphs.compat.releases import Release
 
 
@@ -22,13 +23,14 @@ def build_workers(
     """Run ``start`` up to the capture; the function that is returned does the capture."""
     if release.captures_apart:
         return start
-    if not scheduler.spec_algorithm.is_eagle():
+    adaptive = getattr(scheduler.server_args, "speculative_adaptive", False)
+    if adaptive or not scheduler.spec_algorithm.is_eagle():  # not ours: as SGLang has it
         start()
         return lambda: None
     workers = module("sglang.srt.speculative.eagle_worker_v2")
     target_class = module("sglang.srt.model_executor.model_runner").ModelRunner
-    draft_class = workers.EagleDraftWorker
-    capture_target, capture_draft = target_class.init_device_graphs, draft_class.init_cuda_graphs
+    draft_classes = [workers.EagleDraftWorker, *v1_workers(release)]
+    capture_target = target_class.init_device_graphs
     waiting: list[Callable[[], None]] = []
 
     def target_later(runner: Any) -> None:
@@ -37,14 +39,20 @@ def build_workers(
             return
         runner.graph_runner, runner.graph_mem_usage = None, 0
         waiting.append(lambda: capture_target(runner))
+        waiting.append(lambda: set_layers(release, runner))
 
-    def draft_later(draft: Any) -> None:
-        draft.cuda_graph_runner = draft.cuda_graph_runner_for_draft_extend = None
-        waiting.append(lambda: _in_draft_context(workers, draft, lambda: capture_draft(draft)))
+    def later(capture: Callable[[Any], None]) -> Callable[[Any], None]:
+        def draft_later(draft: Any) -> None:
+            draft.cuda_graph_runner = draft.cuda_graph_runner_for_draft_extend = None
+            waiting.append(lambda: _in_draft_context(workers, draft, lambda: capture(draft)))
+
+        return draft_later
 
     with ExitStack() as stack:
         stack.enter_context(replaced(target_class, "init_device_graphs", target_later))
-        stack.enter_context(replaced(draft_class, "init_cuda_graphs", draft_later))
+        for draft_class in draft_classes:
+            capture_draft = later(draft_class.init_cuda_graphs)
+            stack.enter_context(replaced(draft_class, "init_cuda_graphs", capture_draft))
         start()
 
     def capture() -> None:
@@ -54,7 +62,8 @@ def build_workers(
         controller = getattr(worker, "adaptive_controller", None)
         if controller is not None:
             controller.register(None)
-            _in_draft_context(workers, worker._draft_worker, controller.init_states)
+            drafter = getattr(worker, "_draft_worker", worker)
+            _in_draft_context(workers, drafter, controller.init_states)
 
     return capture
 
@@ -62,7 +71,7 @@ def build_workers(
 def _in_draft_context(workers: Any, draft: Any, build: Callable[[], None]) -> None:
     """As SGLang builds and runs a draft worker."""
     with (
-        draft.draft_tp_context(draft.draft_runner.tp_group),
+        draft.draft_tp_context(draft_runner(draft).tp_group),
         workers.speculative_moe_backend_context(),
         workers.speculative_moe_a2a_backend_context(),
     ):

@@ -15,6 +15,8 @@ _WORKER = f"{_SPEC}.eagle_worker_v2"
 
 def attributes(release: Release) -> dict[str, tuple[str, ...]]:
     """Class, and what the adapter uses of its instances on that release."""
+    if release.one_width:
+        return _one_width(release)
     width = release.width_attribute
     later: tuple[str, ...] = ()
     ladder: dict[str, tuple[str, ...]] = {}
@@ -95,3 +97,52 @@ def attributes(release: Release) -> dict[str, tuple[str, ...]]:
         table[f"{_SRT}.runtime_context:RuntimeContext"] = ("_overrides_log", "config_bag")
         table[f"{_SRT}.runtime_context:_ConfigBag"] = ("_set",)
     return table | ladder
+
+
+def _one_width(release: Release) -> dict[str, tuple[str, ...]]:
+    graphs = (
+        "init_cuda_graphs", "cuda_graph_runner", "cuda_graph_runner_for_draft_extend",
+        "draft_attn_backend", "draft_extend_attn_backend", "draft_tp_context", "draft",
+    )  # fmt: skip
+    steps = ("speculative_num_steps", "speculative_num_draft_tokens")
+    gate = ("require_mlp_tp_gather", "require_mlp_sync", "num_tokens_per_bs", "can_run", "replay")
+    llama = f"{_SRT}.models.llama:LlamaForCausalLM"
+    layers = ("eagle_use_aux_hidden_state", "eagle_aux_hidden_state_layer_ids", "model")
+    return {
+        f"{_SRT}.managers.scheduler:Scheduler": (
+            "draft_worker", "tp_worker", "server_args", "spec_algorithm",
+        ),
+        f"{_SRT}.managers.tp_worker:TpModelWorker": ("model_runner",),
+        f"{_SRT}.managers.schedule_batch:ScheduleBatch": ("seq_lens",),
+        f"{_SRT}.managers.schedule_batch:ModelWorkerBatch": ("seq_lens",),
+        f"{_SRT}.model_executor.model_runner:ModelRunner": (
+            "attn_backend", "graph_runner", "req_to_token_pool", "device", "gpu_id",
+            "forward_pass_id", "_get_attention_backend", "mambaish_config", "spec_algorithm",
+            "is_draft_worker", "graph_mem_usage", "tp_group", "init_device_graphs",
+            *(layers if release.captures_default_layers else ()),
+            *(("piecewise_cuda_graph_runner",) if release.prefill_graph_takes_verify else ()),
+        ),
+        f"{_SRT}.mem_cache.memory_pool:ReqToTokenPool": ("size",),
+        f"{_SRT}.model_executor.forward_batch_info:ForwardBatch": (
+            "spec_info", "encoder_lens", "batch_size", "forward_mode", "can_run_tbo",
+            "capture_hidden_mode", "global_num_tokens_cpu", release.dp_vote,
+        ),
+        f"{_SRT}.model_executor.forward_batch_info:ForwardMode": (
+            "TARGET_VERIFY", "is_target_verify",
+        ),
+        f"{_SRT}.model_executor.forward_batch_info:CaptureHiddenMode": ("NULL",),
+        f"{_SPEC}.eagle_info:EagleVerifyInput": ("draft_token_num", "capture_hidden_mode"),
+        f"{release.runner_module}:{release.runner_class}": (
+            *gate, "replay_prepare", "capture", "capture_bs", "capture_hidden_mode",
+            "disable_padding", "is_encoder_decoder", "enable_two_batch_overlap",
+        ),
+        f"{_SPEC}.eagle_draft_cuda_graph_runner:EAGLEDraftCudaGraphRunner": gate,
+        f"{_SPEC}.eagle_draft_extend_cuda_graph_runner:EAGLEDraftExtendCudaGraphRunner": gate,
+        f"{_WORKER}:EAGLEWorkerV2": (*steps, "_draft_worker"),
+        f"{_WORKER}:EagleDraftWorker": (*graphs, "draft_runner"),
+        f"{_SPEC}.eagle_worker:EAGLEWorker": (*steps, *graphs, "draft_model_runner"),
+        f"{_SRT}.distributed.parallel_state:GroupCoordinator": ("cpu_group", "rank_in_group"),
+        f"{_SRT}.environ:Envs": ("SGLANG_ENABLE_OVERLAP_PLAN_STREAM",),
+        f"{_SRT}.managers.io_struct:GetInternalStateReqOutput": ("internal_state",),
+        **({llama: ("set_eagle3_layers_to_capture",)} if release.captures_default_layers else {}),
+    }  # fmt: skip

@@ -97,11 +97,7 @@ def test_server_arguments(source: Source, release: Release) -> None:
     """What ``config`` reads and ``switch`` writes are fields of ServerArgs."""
     names = _text_arguments("config") | _text_arguments("set_spec")
     assert len(names) > 15
-    other = (
-        {"cuda_graph_bs", "speculative_adaptive"}
-        if release.runner_package
-        else {"cuda_graph_config"}
-    )
+    other = {"cuda_graph_bs"} if release.runner_package else {"cuda_graph_config"}
     names |= {"cuda_graph_bs", "cuda_graph_config"} - other
     assert names - other - _server_arguments(source) == set()
 
@@ -271,10 +267,10 @@ def test_the_tables_are_complete() -> None:
         known |= set(parallel_sizes(release))
         known |= {place.split(":")[1] for place in module_globals(release)}
         known |= {part for need in requirements_of(release) for part in need.qualname.split(".")}
-    known |= listed | {"cuda_graph_bs", "speculative_adaptive"}  # a server argument
+    known |= listed | {"cuda_graph_bs", "speculative_adaptive"}  # server arguments
     used = {
         node.attr
-        for tree in _trees(*_ADAPTER)
+        for tree in _trees(*_ADAPTER, "compat/legacy.py")
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
     }

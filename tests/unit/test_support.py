@@ -25,6 +25,7 @@ REACHED_BY: dict[str, list[dict[str, Any]]] = {
     "decode graphs disabled": [{"decode_graphs": False}],
     "--speculative-adaptive": [{"adaptive": True}],
     "attention DP": [{"attention_dp": True}],
+    "SGLang of before its adaptive v2 worker": [{"one_width": True}],
     "PD disaggregation": [{"disaggregation": "prefill"}, {"disaggregation": "decode"}],
     "pipeline parallelism": [{"pp_size": 2}],
     "two-batch overlap": [{"two_batch_overlap": True}],
