@@ -27,7 +27,7 @@ MEMORY_MARGIN_GB = 1.0
 """Device memory left free for activations of eager and prefill forwards."""
 FIRST_GRAPH_GB = 0.05
 """Taken for a graph of the configured width, before one was measured: three times the 0.014 GiB
-that each took on an 8B shape (benchmarks/results/serve-h200-0.5.17.json)."""
+that each took on an 8B shape (benchmarks/results, serve-h200)."""
 
 
 @dataclass(frozen=True)

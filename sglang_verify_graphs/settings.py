@@ -1,7 +1,7 @@
 """Command line flags, one frozen ``Settings``, and the environment variable that carries it.
 
 The environment variable is the only carrier that every release's worker processes see: ServerArgs
-is sealed from SGLang 0.5.20 on, and spawned children inherit the launcher's environment.
+is sealed in the newer ones, and spawned children inherit the launcher's environment.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,3 +62,10 @@ def test_only_compat_imports_sglang() -> None:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not any(name.split(".")[0] == "sglang" for name in names), path
+
+
+def test_only_compat_knows_releases() -> None:
+    """What a release does is a capability flag; the number behind it stands in one place."""
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name != "compat":
+            assert not re.search(r"0\.5\.\d", path.read_text(encoding="utf-8")), path
