@@ -132,7 +132,7 @@ class SGLangEngine(SchedulerFacts):
         draft_runner, model_runner = draft.draft_runner, self.model_runner
         runner_attribute = self.release.runner_attribute
         extend_on_runner = self.release.extend_backend_on_runner
-        set_spec = runtime_context().get_spec()._set if self.release.config_bags else None
+        set_spec = runtime_context().get_spec()._set if self.release.switch_writes_bags else None
 
         def apply(state: StepState) -> None:
             steps, tokens = state.draft_steps, state.draft_tokens

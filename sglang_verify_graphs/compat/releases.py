@@ -31,9 +31,10 @@ class Release:
     """The draft-extend runner ignores the width it is built for
     (eagle_draft_extend_cuda_graph_runner.py, ``resolve_num_tokens_per_req``)."""
     config_bags: bool = True
-    """Resolved arguments stand in bags of the runtime context, the two step counts of a round
-    among them; else on ServerArgs. KV is reserved from the ServerArgs there, so they stay at the
-    widest: nothing that runs after start-up reads the narrower values from them."""
+    """Resolved arguments stand in bags of the runtime context; else on ServerArgs."""
+    switch_writes_bags: bool = True
+    """A switch writes the two step counts into their bag. Not where KV is reserved from what it
+    would write: there they stay at the widest, and nothing else that runs in a round reads them."""
     usage_per_phase: bool = True
     """Workers report the memory and time of their graphs phase by phase."""
     recaptures_hidden_mode: bool = False
@@ -100,8 +101,11 @@ _18 = replace(
     dp_vote="can_run_dp_cuda_graph",
     stream_per_capture=True,
     alignment_from_server_args=True,
+    switch_writes_bags=False,
 )
-_17 = replace(_18, version="0.5.17", draft_extend_width_from_server_args=True)
+_17 = replace(
+    _18, version="0.5.17", draft_extend_width_from_server_args=True, switch_writes_bags=True
+)
 _16 = replace(
     _17,
     version="0.5.16",
@@ -109,6 +113,7 @@ _16 = replace(
     alignment_function=False,
     alignment_from_server_args=False,
     config_bags=False,
+    switch_writes_bags=False,
     usage_per_phase=False,
     recaptures_hidden_mode=True,
     chain_owner="eagle_worker_v2:EagleDraftWorker",

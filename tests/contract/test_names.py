@@ -21,7 +21,7 @@ from sglang_verify_graphs.compat.preflight import check_values, refused
 from sglang_verify_graphs.compat.releases import RELEASES, Release
 from sglang_verify_graphs.compat.requirements import requirements_of
 from sglang_verify_graphs.compat.values import attributes
-from tests.contract.source import Missing, Source, calls, dotted, stores
+from tests.contract.source import Missing, Source, calls, dotted, reads, stores
 
 pytestmark = pytest.mark.contract
 
@@ -179,17 +179,32 @@ def test_switch_writes_the_bags_and_not_the_server_arguments(
     assert not any("server_args" in chain for chain in stores(_our_switch()))
 
 
+def test_kv_is_reserved_for_the_widest(source: Source, release: Release) -> None:
+    """A switch may write the bags where the reservation reads something that it does not write."""
+    if not release.config_bags:
+        assert not release.switch_writes_bags
+        return
+    module = release.allocation_module
+    kept = "server_args" in ast.unparse(source.function(module, "get_alloc_len_per_decode"))
+    if not kept:
+        bound = source.function(module, "max_speculative_num_draft_tokens")
+        kept = "max_speculative_num_draft_tokens" in reads(bound)
+    assert kept == release.switch_writes_bags
+
+
 AT_START = {
     "__init__", "_autotune_buffers", "_build_dsv4_kv_pool", "_build_hybrid_mamba_decode_req_pool",
     "_build_hybrid_req_pool", "_dummy_run", "_handle_max_mamba_cache",
     "_init_multi_layer_eagle_model_runners", "_init_pools", "_init_unified_mamba_pools",
-    "_init_unified_swa_pools", "_override_worker_state", "create_dummy_verify_input",
+    "_init_unified_swa_pools", "_alloc_graph_buffers", "cutedsl_moe_max_num_tokens",
+    "pre_capture_activation_reserve_mb", "_override_worker_state", "create_dummy_verify_input",
     "decode_num_tokens_per_bs", "from_args", "get_spec_info", "handle_max_mamba_cache",
     "init_decode_cuda_graph", "init_model_config", "install_canary", "resolve_num_tokens_per_req",
 }  # fmt: skip
 RESERVES = {
     "get_alloc_len_per_decode", "get_req_to_token_extra_context_len",
     "new_tokens_required_next_decode", "spec_decode_alloc_len_per_request",
+    "compute_num_reserved_tokens", "max_speculative_num_draft_tokens",
 }  # fmt: skip
 REPORTS = {
     "_active_spec_config_snapshot", "_calculate_spec_decoding_metrics", "report_decode_stats",
@@ -208,7 +223,7 @@ What reserves KV must find the widest; what reports divides by it, as SGLang doe
 def test_no_round_reads_a_narrower_width_from_the_server_arguments(
     source: Source, release: Release
 ) -> None:
-    if release.config_bags:
+    if release.switch_writes_bags:
         return
     readers: set[str] = set()
     package = source.root / "sglang" / "srt"
@@ -232,8 +247,9 @@ def _readers_of_step_counts(tree: ast.Module) -> set[str]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Attribute) and child.attr in names:
                 owner = ast.unparse(child.value)
-                arguments = owner.split(".")[-1] in ("server_args", "sa", "args")
-                if isinstance(child.ctx, ast.Load) and (arguments or "server_args(" in owner):
+                named = owner.split(".")[-1] in ("server_args", "sa", "args", "spec")
+                given = "server_args(" in owner or "get_spec(" in owner
+                if isinstance(child.ctx, ast.Load) and (named or given):
                     found.add(function)
             inner = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
             walk(child, child.name if inner else function)

@@ -256,6 +256,8 @@ def _publish(server_args: Any) -> None:
     """The configuration of this process, as `run_scheduler_process` sets it up."""
     from sglang.srt import runtime_context
 
+    if not hasattr(runtime_context, "publish"):
+        return  # the scheduler does it
     ranks = {}
     if hasattr(runtime_context, "SpawnRanks"):
         ranks["ranks"] = runtime_context.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)

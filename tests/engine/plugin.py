@@ -173,11 +173,9 @@ def draft_extend_widths(config: dict[str, Any], settings: dict[str, Any]) -> dic
     draft = engine.spec_worker._draft_worker
     before = {k: s.chain_parents.data_ptr() for k, s in states.items()}
     engine.run(random_prompts(2), 16)
-    from sglang.srt.runtime_context import get_spec
-
-    bag = get_spec()
+    read = engine.spec_worker.adaptive_controller.engine.config
     return {
-        "bag": [bag.speculative_num_steps, bag.speculative_num_draft_tokens],
+        "config": [read("speculative_num_steps"), read("speculative_num_draft_tokens")],
         "worker": [draft.speculative_num_steps, draft.speculative_num_draft_tokens],
         "widths": {k: s.draft_extend_graphs.captured_req_width for k, s in states.items()},
         "kept": all(states[k].chain_parents.data_ptr() == p for k, p in before.items()),

@@ -56,6 +56,7 @@ class TapeBackend:
         forward_fn: Callable[[], Any],
         capture_inputs: Any = None,
         post_warmup_hook: Callable[[], None] | None = None,
+        **others: Any,
     ) -> None:
         assert self._capturing, "capture_one outside capture_session"
         forward_fn()
