@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 from sglang_verify_graphs.compat.dialect import renamed
@@ -104,7 +103,11 @@ class OneWidthEngine(SGLangEngine):
             runner = self.model_runner
             if self.release.captures_default_layers and runner.eagle_use_aux_hidden_state:
                 ask = runner.model.set_eagle3_layers_to_capture
-                configured = partial(ask, runner.eagle_aux_hidden_state_layer_ids)
+                layers = runner.eagle_aux_hidden_state_layer_ids
+
+                def configured(layer_ids: Any = None) -> None:
+                    ask(layers)
+
                 stack.enter_context(
                     replaced(runner.model, "set_eagle3_layers_to_capture", configured)
                 )

@@ -157,6 +157,11 @@ class Engine:
         """The draft's `ModelRunner`."""
         return self.spec_worker.draft_worker.draft_runner
 
+    @staticmethod
+    def token_ids(prompt: Sequence[int]) -> Any:
+        """A prompt as SGLang holds one."""
+        return array("q", prompt)
+
     def refuse_graphs(self) -> None:
         """From now on everything runs eager."""
         runners = [self.target_runner.decode_cuda_graph_runner]
@@ -176,21 +181,22 @@ class Engine:
 
         sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0)
         sampling.normalize(None)
+        fields = {
+            "rid": f"r{len(self.requests)}",
+            "input_text": None,
+            "input_ids": self.token_ids(prompt),
+            "input_embeds": None,
+            "mm_inputs": None,
+            "token_type_ids": None,
+            "sampling_params": sampling,
+            "return_logprob": False,
+            "logprob_start_len": -1,
+            "top_logprobs_num": 0,
+            "token_ids_logprob": None,
+            "stream": False,
+        }
         self.scheduler.handle_generate_request(
-            TokenizedGenerateReqInput(
-                rid=f"r{len(self.requests)}",
-                input_text=None,
-                input_ids=array("q", prompt),
-                input_embeds=None,
-                mm_inputs=None,
-                token_type_ids=None,
-                sampling_params=sampling,
-                return_logprob=False,
-                logprob_start_len=-1,
-                top_logprobs_num=0,
-                token_ids_logprob=None,
-                stream=False,
-            )
+            TokenizedGenerateReqInput(**_accepted_by(TokenizedGenerateReqInput, fields))
         )
         request = self.scheduler.waiting_queue[-1]
         self.requests.append(request)
