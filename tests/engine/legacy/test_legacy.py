@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_verify_graphs.compat.releases import RELEASES, sglang_version
-from tests.engine.worker import run_scenario
+from tests.engine.worker import engine_env, run_scenario
 
 _RELEASE = next((r for r in RELEASES if r.version == sglang_version() and r.one_width), None)
 _ENGINE = find_spec("torch") is not None
@@ -148,3 +150,32 @@ class TestDefects:
         ours = settings == {} or not _RELEASE.captures_default_layers
         assert found["captured"] == [[1, 3, 6] if ours else [2, 4, 5]]
         assert found["after"] == [1, 3, 6]
+
+
+class TestRoads:
+    """These releases may have no plugins: the ``.pth`` of the wheel is the road into a process."""
+
+    def test_a_worker(self) -> None:
+        """A spawned scheduler imports its module with the settings in the environment."""
+        code = (
+            "import sglang.srt.managers.scheduler; import sglang_verify_graphs.install as i; "
+            "print(i.installed())"
+        )
+        env = engine_env() | {"SGLANG_VERIFY_GRAPHS": "{}"}
+        assert "Scheduler.init_model_worker" in _python(code, env=env)
+
+    def test_the_launcher(self) -> None:
+        code = (
+            "import argparse; from sglang.srt.server_args import ServerArgs; "
+            "p = argparse.ArgumentParser(); ServerArgs.add_cli_args(p); print(p.format_help())"
+        )
+        assert "--verify-graph-strict" in _python(code, "--enable-verify-graphs")
+        assert "--verify-graph-strict" not in _python(code)
+
+
+def _python(code: str, *arguments: str, env: dict[str, str] | None = None) -> str:
+    process = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=env or engine_env(), capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    return process.stdout
