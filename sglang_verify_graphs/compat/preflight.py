@@ -153,6 +153,16 @@ DEFECTS: tuple[Defect, ...] = (
         "its graphs are captured at their own width",
     ),
     Defect(
+        "draft extend runs eager on FlashAttention-3",
+        lambda release: not release.graphs_fa3_draft_extend,
+        "counted as BACKEND_NOT_GRAPHED; triton and flashinfer have graphs",
+    ),
+    Defect(
+        "capturing a step count above the configured one dies",
+        lambda release: release.logits_of_configured_width,
+        "the widest is configured, narrower ones are added, wider ones are refused",
+    ),
+    Defect(
         "every runner captures on a stream of its own, so that no graph reuses memory of another",
         lambda release: release.stream_per_capture,
         "one stream for all captures",

@@ -35,6 +35,11 @@ class Release:
     switch_writes_bags: bool = True
     """A switch writes the two step counts into their bag. Not where KV is reserved from what it
     would write: there they stay at the widest, and nothing else that runs in a round reads them."""
+    graphs_fa3_draft_extend: bool = True
+    """The default worker captures draft extend on FlashAttention-3, Hopper's default backend."""
+    logits_of_configured_width: bool = False
+    """The logits buffer that graphs share has rows for the configured width alone: capturing a
+    wider step count dies (upstream #35275)."""
     usage_per_phase: bool = True
     """Workers report the memory and time of their graphs phase by phase."""
     recaptures_hidden_mode: bool = False
@@ -91,7 +96,7 @@ class Release:
 
 
 _23 = Release("0.5.23")
-_22 = replace(_23, version="0.5.22")
+_22 = replace(_23, version="0.5.22", graphs_fa3_draft_extend=False)
 _21 = replace(_22, version="0.5.21")
 _20 = replace(_21, version="0.5.20")
 _19 = replace(_20, version="0.5.19")
@@ -101,6 +106,7 @@ _18 = replace(
     dp_vote="can_run_dp_cuda_graph",
     stream_per_capture=True,
     alignment_from_server_args=True,
+    logits_of_configured_width=True,
     switch_writes_bags=False,
 )
 _17 = replace(
@@ -126,7 +132,7 @@ _15 = replace(
     allocation_module="sglang.srt.mem_cache.common",
     integer_keys=True,
 )
-_14 = replace(_15, version="0.5.14")
+_14 = replace(_15, version="0.5.14", logits_of_configured_width=False)
 _13 = replace(
     _14,
     version="0.5.13.post1",
@@ -140,7 +146,11 @@ _13 = replace(
 _12 = replace(_13, version="0.5.12.post1", one_width=True)
 _11 = replace(_12, version="0.5.11")
 _10 = replace(
-    _11, version="0.5.10.post1", captures_default_layers=True, prefill_graph_takes_verify=True
+    _11,
+    version="0.5.10.post1",
+    captures_default_layers=True,
+    prefill_graph_takes_verify=True,
+    graphs_fa3_draft_extend=True,
 )
 _9 = replace(_10, version="0.5.9", truncates_ladder=True)
 

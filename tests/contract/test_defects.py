@@ -156,4 +156,17 @@ def test_draft_extend_of_fa3_has_no_graph(source: Source, release: Release) -> N
     """
     draft = source.find(_WORKER, "EagleDraftWorker").node
     listed = "FlashAttentionBackend" in ast.unparse(draft)
-    assert listed == (release.version == "0.5.23")
+    assert listed == release.graphs_fa3_draft_extend == (release.version == "0.5.23")
+
+
+def test_logits_of_a_wider_step_count_do_not_fit(source: Source, release: Release) -> None:
+    """0.5.15.post1 to 0.5.18 (upstream #35275): rows are counted for one width, of all candidates
+    after. ``tests/engine`` shows stock fail."""
+    runner = f"{_SRT}.model_executor.model_runner"
+    try:
+        rows = source.function(runner, "ModelRunner.max_decode_logits_rows")
+    except LookupError:  # every runner has a buffer of its own
+        assert not release.logits_of_configured_width
+        return
+    names = {dotted(n) for n in ast.walk(rows) if isinstance(n, ast.Attribute)}
+    assert release.logits_of_configured_width != any("speculative_adaptive" in n for n in names)
