@@ -43,8 +43,8 @@ Without git, `patch -p1 --fuzz=0 < "$p"` and `patch -R -p1 --fuzz=0 < "$p"` do t
 tests below `test/` beside the package, where Python does not look.
 
 A patch that depends on no other applies alone, in any order; `graph-key-width` needs `gate-reason`.
-Servers that are running do not notice; start them again. On a patched SGLang the plugin works as
-before.
+Servers that are running do not notice; start them again. The plugin sees the patches that an SGLang
+carries and leaves to them what they mend: `sglang-verify-graphs doctor` names them as not needed.
 """
 
 

@@ -19,8 +19,10 @@ from typing import Any
 
 import wrapt
 
+from sglang_verify_graphs.compat.patched import carried, mended
 from sglang_verify_graphs.compat.preflight import (
     check,
+    check_patches,
     check_values,
     check_worker,
     in_process,
@@ -282,9 +284,13 @@ def _init_all_cuda_graphs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 
 def _usable_release(settings: Settings) -> Release:
     release = resolve_release(sglang_version(), allow_untested=settings.allow_untested)
+    source = Source(sglang_folder() or Path())
+    patches = carried(release, source)
+    release = mended(release, patches)
     report.preflight = (
         *check_worker(requirements_of(release), in_process),
-        *check_values(release, Source(sglang_folder() or Path())),
+        *check_values(release, source),
+        *check_patches(patches),
     )
     if problems := refused(report.preflight):
         raise UnsupportedError(

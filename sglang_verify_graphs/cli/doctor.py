@@ -14,11 +14,13 @@ from importlib.metadata import PackageNotFoundError, distribution, distributions
 from pathlib import Path
 from typing import Any
 
+from sglang_verify_graphs.compat.patched import carried, mended
 from sglang_verify_graphs.compat.preflight import (
     PLUGIN_LOADER,
     Row,
     State,
     check,
+    check_patches,
     check_values,
     check_worker,
     defects,
@@ -90,20 +92,26 @@ def diagnose(root: Path | None, version: str | None) -> Diagnosis:
     """Every check there is, on the SGLang below ``root``."""
     path = None if root is None else str(root)
     try:
-        release = resolve_release(version, allow_untested=True)
+        stock = resolve_release(version, allow_untested=True)
     except UnsupportedError as error:
         return Diagnosis(version, path, (Row("release", "SGLang", State.REFUSED, str(error)),), {})
     source = Source(root or Path())
+    patches = carried(stock, source)
+    release = mended(stock, patches)
     needs, find = requirements_of(release), in_source(source)
     capabilities = asdict(release)
     del capabilities["version"], capabilities["tested"]
     rows = (
         _release(release),
-        *_roads(loads_plugins=not refused(check([PLUGIN_LOADER], find))),
+        *_roads(
+            loads_plugins=not refused(check([PLUGIN_LOADER], find)),
+            ray="ray-env" in patches,
+        ),
         *check(needs.launcher, find),
         *check_worker(needs, find),
         *check_values(release, source),
-        *defects(release),
+        *check_patches(patches),
+        *defects(stock, patches),
     )
     return Diagnosis(version, path, rows, capabilities)
 
@@ -116,7 +124,7 @@ def _release(release: Release) -> Row:
     return Row("release", f"SGLang {release.version}", reason="it is in the tested list")
 
 
-def _roads(*, loads_plugins: bool) -> Iterator[Row]:
+def _roads(*, loads_plugins: bool, ray: bool) -> Iterator[Row]:
     """How the wrappers reach worker processes."""
     entry = f"entry point {_GROUP}: {PLUGIN}"
     if not loads_plugins:
@@ -128,9 +136,8 @@ def _roads(*, loads_plugins: bool) -> Iterator[Row]:
     if _has_pth():
         yield Row("road", _PTH)
     elif loads_plugins:
-        yield Row(
-            "road", _PTH, State.NOT_NEEDED, "absent; Ray actors, which load no plugins, need it"
-        )
+        why = " load plugins too" if ray else ", which load no plugins, need it"
+        yield Row("road", _PTH, State.NOT_NEEDED, f"absent; Ray actors{why}")
     else:
         yield Row("road", _PTH, State.REFUSED, _INSTALL)
     if problem := left_out():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -139,6 +139,8 @@ class Defect:
     name: str
     present: Callable[[Release], bool]
     removal: str
+    patch: str = ""
+    """The one of ``patches/`` that mends it."""
 
 
 DEFECTS: tuple[Defect, ...] = (
@@ -151,6 +153,7 @@ DEFECTS: tuple[Defect, ...] = (
         "draft extend of narrower step counts runs eager",
         lambda release: release.draft_extend_width_from_server_args,
         "its graphs are captured at their own width",
+        "draft-extend-width",
     ),
     Defect(
         "draft extend runs eager on FlashAttention-3",
@@ -161,16 +164,19 @@ DEFECTS: tuple[Defect, ...] = (
         "capturing a step count above the configured one dies",
         lambda release: release.logits_of_configured_width,
         "the widest is configured, narrower ones are added, wider ones are refused",
+        "wide-candidates",
     ),
     Defect(
         "every runner captures on a stream of its own, so that no graph reuses memory of another",
         lambda release: release.stream_per_capture,
         "one stream for all captures",
+        "wide-candidates",
     ),
     Defect(
         "each step count captures every batch, whatever it was told",
         lambda release: release.runner_package,
         "the ladder is replaced where it is read",
+        "batch-pruning",
     ),
     Defect(
         "without padding no graph is ever found",
@@ -181,6 +187,7 @@ DEFECTS: tuple[Defect, ...] = (
         "a batch of another width passes stock's gate",
         lambda release: release.width_attribute == "num_tokens_per_bs",
         "the gate checks the width",
+        "graph-key-width",
     ),
     Defect(
         "a request for other hidden states recaptures the whole ladder in mid-serving",
@@ -205,11 +212,20 @@ DEFECTS: tuple[Defect, ...] = (
 )
 
 
-def defects(release: Release) -> tuple[Row, ...]:
-    """A row for each defect that any release has."""
-    return tuple(
-        Row("defect", defect.name, State.APPLIED, defect.removal)
-        if defect.present(release)
-        else Row("defect", defect.name, State.NOT_NEEDED, "this release does not have it")
-        for defect in DEFECTS
-    )
+def defects(release: Release, patches: Sequence[str] = ()) -> tuple[Row, ...]:
+    """A row for each defect that any release has; ``patches`` are those that SGLang carries."""
+    rows = []
+    for defect in DEFECTS:
+        state, reason = State.APPLIED, defect.removal
+        if not defect.present(release):
+            state, reason = State.NOT_NEEDED, "this release does not have it"
+        elif defect.patch in patches:
+            state, reason = State.NOT_NEEDED, f"SGLang carries the patch {defect.patch}"
+        rows.append(Row("defect", defect.name, state, reason))
+    return tuple(rows)
+
+
+def check_patches(patches: Iterable[str]) -> tuple[Row, ...]:
+    """A row for each patch that SGLang carries."""
+    reason = "SGLang carries it, and what it mends is left to it"
+    return tuple(Row("patched", name, State.NOT_NEEDED, reason) for name in patches)

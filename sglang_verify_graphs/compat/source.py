@@ -41,6 +41,11 @@ class Source:
             self._trees[module] = ast.parse(path.read_text(encoding="utf-8"))
         return self._trees[module]
 
+    def text(self, module: str) -> str:
+        """The module as it is written; empty where there is none."""
+        path = self._path(module)
+        return "" if path is None else path.read_text(encoding="utf-8")
+
     def find(self, module: str, qualname: str) -> Definition:
         """The definition of ``qualname``, through imports and base classes."""
         first, *rest = qualname.split(".")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,12 @@ from tests.engine.worker import run_scenario
 
 pytestmark = pytest.mark.engine
 
+ROOT = Path(__file__).parents[2]
+SERIES = re.findall(
+    r"^Patch-Name: (.*)$",
+    "".join(p.read_text() for p in ROOT.glob(f"patches/{version('sglang')}/*.patch")),
+    re.M,
+)
 WITHOUT_PLUGIN = {"SGLANG_PLUGINS": "cpu_engine"}
 LADDER = [1, 2, 4, 8]
 CANDIDATES = {"1": [1, 5], "4": [0, 1, 3]}
@@ -166,6 +173,16 @@ def test_the_plugin_serves_on_patched_sglang(pair: dict[str, str], ceiling: dict
     assert got["leaked"] == 0
 
 
-def test_the_series_is_the_one_of_this_release() -> None:
-    patches = Path(__file__).parents[2] / "patches" / version("sglang")
-    assert list(patches.glob("*.patch"))
+def test_plugin_and_doctor_step_aside(pair: dict[str, str]) -> None:
+    from sglang_verify_graphs.cli.doctor import diagnose
+    from sglang_verify_graphs.compat.source import installed
+
+    names = set(SERIES)
+    rows = diagnose(installed(), version("sglang")).rows
+    assert {row.name for row in rows if row.kind == "patched"} == names
+    mended = [row for row in rows if "SGLang carries the patch" in row.reason]
+    assert mended
+    assert {row.state.value for row in mended} == {"not needed"}
+    got = run("plugin_and_patch", plugin=True, config={**pair, **CEILING}, settings={}, **LOAD)
+    seen = {k for k, v in got["plugin"]["preflight"].items() if v.startswith("not needed")}
+    assert seen == names
