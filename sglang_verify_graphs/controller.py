@@ -26,8 +26,8 @@ logger = logging.getLogger("sglang_verify_graphs")
 MEMORY_MARGIN_GB = 1.0
 """Device memory left free for activations of eager and prefill forwards."""
 FIRST_GRAPH_GB = 0.05
-"""Taken for a graph of the configured width, before one was measured: three times the 0.014 GiB
-that each took on an 8B shape (benchmarks/results, serve-h200)."""
+"""Taken for a graph where none was measured, or only noise: three times the 0.014 GiB that each of
+the configured width took on an 8B shape (benchmarks/results, serve-h200)."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class DraftStepsController:
 
     def _fit(self, width: WidthPlan, used_gb: float) -> WidthPlan:
         last = self.captured[-1]
-        per_graph = max(last.gb, 0.0) / len(last.batches)
+        per_graph = last.gb / len(last.batches) if last.gb > 0 else FIRST_GRAPH_GB
         return width.fit(self._free_bytes(used_gb), per_graph * 2**30)
 
     def _free_bytes(self, used_gb: float) -> int:
