@@ -43,7 +43,8 @@ fi
 
 if wanted full; then
   for release in "${full[@]}"; do
-    run "$release.engine" ".venvs/$release/bin/python" -m engine tests --ignore tests/engine/legacy
+    run "$release.engine" ".venvs/$release/bin/python" -m engine tests \
+      --ignore tests/engine/legacy --ignore tests/patches
   done
 fi
 

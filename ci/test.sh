@@ -47,7 +47,8 @@ summary() {
 # engine_tests RELEASE: its output is shown with the release before each line, and kept without.
 engine_tests() {
   local begun=$SECONDS status=0
-  "$(bin "$1")/python" -m pytest -v -m engine tests 2>&1 | tee "$logs/engine-$1.log" \
+  "$(bin "$1")/python" -m pytest -v -m engine --junitxml "$logs/$1.engine.xml" tests \
+    --ignore tests/engine/legacy --ignore tests/patches 2>&1 | tee "$logs/engine-$1.log" \
     | sed -u "s/^/$1  /" || status=$?
   echo "$status $((SECONDS - begun))" >"$logs/engine-$1.status"
 }
@@ -83,6 +84,8 @@ for index in "${!releases[@]}"; do
   read -r status seconds <"$logs/engine-$release.status" || status=1 seconds=0
   remember "engine on $release" "$status" "$seconds" "$logs/engine-$release.log"
 done
+
+step "patches" ci/patches.sh
 
 step "hot path times" "$(bin "$newest")/python" -m pytest tests/unit/test_hot_path.py \
   --benchmark-enable --benchmark-only --benchmark-max-time=0.3 \
