@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from importlib.metadata import version
 from pathlib import Path
@@ -10,16 +11,17 @@ from typing import Any
 
 import pytest
 
-from tests.engine.worker import run_scenario
+from sglang_verify_graphs.cli.doctor import diagnose
+from sglang_verify_graphs.compat.source import installed
+from tests.engine.worker import STANDINS, run_scenario
 
 pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).parents[2]
-SERIES = re.findall(
-    r"^Patch-Name: (.*)$",
-    "".join(p.read_text() for p in ROOT.glob(f"patches/{version('sglang')}/*.patch")),
-    re.M,
-)
+SERIES = {
+    re.findall(r"^Patch-Name: (.*)$", path.read_text(), re.M)[0]
+    for path in ROOT.glob(f"patches/{version('sglang')}/*.patch")
+}
 WITHOUT_PLUGIN = {"SGLANG_PLUGINS": "cpu_engine"}
 LADDER = [1, 2, 4, 8]
 CANDIDATES = {"1": [1, 5], "4": [0, 1, 3]}
@@ -28,8 +30,10 @@ BATCHES = [2, 6]
 TOKENS = 40
 
 
-def run(scenario: str, *, plugin: bool = False, **kwargs: Any) -> Any:
-    env = {} if plugin else WITHOUT_PLUGIN
+def run(
+    scenario: str, *, plugin: bool = False, stock: dict[str, str] | None = None, **kwargs: Any
+) -> Any:
+    env = ({} if plugin else WITHOUT_PLUGIN) | (stock or {})
     return run_scenario(f"tests.patches.scenarios:{scenario}", graphs=True, env=env, **kwargs)
 
 
@@ -106,6 +110,21 @@ CEILING = {
 LOAD = {"requests": 20, "max_new_tokens": 12}
 
 
+def test_nothing_else_changes(pair: dict[str, str]) -> None:
+    """Where no fault occurs, the patched SGLang does what stock does, graph by graph."""
+    config = {**pair, "batch_sizes": LADDER, "server_args": {"max_running_requests": 8}}
+    load = {"requests": 8, "max_new_tokens": 24}
+    stock = {"PYTHONPATH": os.pathsep.join([str(STANDINS), str(ROOT)])}
+    before = run("serve", config=config, stock=stock, **load)
+    after = run("serve", config=config, **load)
+    assert (before["graph_rejects"], after["graph_rejects"]) == (None, {})
+    assert before["verifies"] == after["verifies"]
+    said = {"graph_rejects", "nccl"}
+    assert {k: v for k, v in before.items() if k not in said} == {
+        k: v for k, v in after.items() if k not in said
+    }
+
+
 @pytest.fixture(scope="module")
 def ceiling(pair: dict[str, str]) -> Any:
     return run("serve", config={**pair, **CEILING}, **LOAD)
@@ -161,28 +180,26 @@ def test_plugin_and_patch_refuse_the_same_batches(observed: dict[str, Any]) -> N
     assert observed["leaked"] == 0
 
 
-def test_the_plugin_serves_on_patched_sglang(pair: dict[str, str], ceiling: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def both(pair: dict[str, str]) -> Any:
+    """The plugin, at work, on the patched SGLang."""
+    settings = {"script": [3, 1, 0]}
     config = {**pair, **CEILING}
-    got = run(
-        "plugin_and_patch", plugin=True, config=config, settings={"script": [3, 1, 0]}, **LOAD
-    )
-    assert got["plugin"]["state"] == "active"
-    assert got["plugin"]["phases"]["verify"]["eager"] == 0
-    assert got["patch"] == {}
-    assert got["tokens"] == ceiling["tokens"]
-    assert got["leaked"] == 0
+    return run("plugin_and_patch", plugin=True, config=config, settings=settings, **LOAD)
 
 
-def test_plugin_and_doctor_step_aside(pair: dict[str, str]) -> None:
-    from sglang_verify_graphs.cli.doctor import diagnose
-    from sglang_verify_graphs.compat.source import installed
+def test_the_plugin_serves_on_patched_sglang(both: dict[str, Any], ceiling: dict[str, Any]) -> None:
+    assert both["plugin"]["state"] == "active"
+    assert both["plugin"]["phases"]["verify"]["eager"] == 0
+    assert both["patch"] == {}
+    assert both["tokens"] == ceiling["tokens"]
+    assert both["leaked"] == 0
 
-    names = set(SERIES)
-    rows = diagnose(installed(), version("sglang")).rows
-    assert {row.name for row in rows if row.kind == "patched"} == names
-    mended = [row for row in rows if "SGLang carries the patch" in row.reason]
-    assert mended
+
+def test_plugin_and_doctor_step_aside(both: dict[str, Any]) -> None:
+    rows = both["plugin"]["preflight"]
+    assert {name for name, state in rows.items() if state.startswith("not needed")} == SERIES
+    found = diagnose(installed(), version("sglang")).rows
+    assert {row.name for row in found if row.kind == "patched"} == SERIES
+    mended = [row for row in found if "SGLang carries the patch" in row.reason]
     assert {row.state.value for row in mended} == {"not needed"}
-    got = run("plugin_and_patch", plugin=True, config={**pair, **CEILING}, settings={}, **LOAD)
-    seen = {k for k, v in got["plugin"]["preflight"].items() if v.startswith("not needed")}
-    assert seen == names
