@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -75,8 +75,15 @@ class WidthPlan:
         room = len(self.batches)
         while room and room * bytes_per_graph > free_bytes:
             room -= 1
+        return self._first(room)
+
+    def up_to(self, largest: int) -> WidthPlan:
+        """Drop the batches above ``largest``."""
+        return self._first(bisect_right(self.batches, largest))
+
+    def _first(self, count: int) -> WidthPlan:
         return replace(
-            self, batches=self.batches[:room], dropped=self.dropped + self.batches[room:]
+            self, batches=self.batches[:count], dropped=self.batches[count:] + self.dropped
         )
 
 

@@ -64,13 +64,18 @@ class DraftStepsController:
         self.counters = Counters((), log=False)
 
     def fit_configured_width(self) -> tuple[int, ...]:
-        """Batches to capture for the configured width: stock's reach always, more where it fits."""
+        """Batches to capture for the configured width: stock's reach always, more where it fits.
+
+        No other width goes further: SGLang sizes the buffers that all graphs share by this one.
+        """
         width = self.plan.widths[0]
         stock_top = max(self.engine.stock_ladder())
         above = replace(width, batches=tuple(b for b in width.batches if b > stock_top))
         fitted = above.fit(self._free_bytes(0.0), FIRST_GRAPH_GB * 2**30)
         kept = width.batches[: len(width.batches) - len(fitted.dropped)]
         self.plan = self.plan.replace_width(replace(fitted, batches=kept))
+        for narrower in self.plan.widths[1:]:
+            self.plan = self.plan.replace_width(narrower.up_to(max(kept)))
         return kept
 
     # -- start-up: called by EAGLEWorkerV2.init_cuda_graphs ----------------------------------------
@@ -101,7 +106,10 @@ class DraftStepsController:
         self._log_dropped(self.captured[0].gb / len(first.batches))
 
     def _fit(self, width: WidthPlan, used_gb: float) -> WidthPlan:
-        last = self.captured[-1]
+        first, last = self.plan.widths[0], self.captured[-1]
+        rows = max(first.batches) * first.width  # SGLang's logits buffer is made for the first
+        fits = tuple(batch for batch in width.batches if batch * width.width <= rows)
+        width = replace(width, batches=fits, dropped=width.batches[len(fits) :])
         per_graph = last.gb / len(last.batches) if last.gb > 0 else FIRST_GRAPH_GB
         return width.fit(self._free_bytes(used_gb), per_graph * 2**30)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,12 +31,27 @@ class Engine:
     def free_gb(self) -> float:
         return 100.0
 
+    def stock_ladder(self) -> list[int]:
+        return [1, 2, 4]
+
     def tp_rank(self) -> int:
         return 1
 
     def build_state(self, draft_steps: int, batches: Any) -> Any:
         self.built.append(draft_steps)
         return SimpleNamespace(draft_extend_graphs=None)
+
+
+def test_no_width_takes_more_rows_than_the_configured_one() -> None:
+    """SGLang's logits buffer has the rows of the first capture: 8 requests of 4 tokens here."""
+    plan = plan_capture([3, 2, 0], 16)
+    first = replace(plan.widths[0], batches=(1, 2, 4, 8))
+    engine: Any = Engine(0.1)
+    controller = DraftStepsController(engine, plan.replace_width(first), FixedSteps(3))
+    controller.init_states()
+    batches = {width.draft_steps: width.batches for width in controller.plan.widths[1:]}
+    assert batches == {2: (1, 2, 4, 6, 8), 0: (1, 2, 4, 6, 8, 12, 16)}
+    assert controller.plan.widths[1].dropped == (12, 16)
 
 
 def built(gb: float, memory_gb: float | None) -> list[int]:
@@ -54,3 +70,13 @@ def test_a_budget_holds_whatever_was_measured(gb: float) -> None:
 @pytest.mark.parametrize("gb", [0.1, 0.0, -0.3])
 def test_all_widths_without_a_budget(gb: float) -> None:
     assert built(gb, None) == [2, 1, 0]
+
+
+def test_no_width_goes_above_the_configured_one() -> None:
+    """Buffers are sized by the configured width, whatever a narrower graph would cost."""
+    engine: Any = Engine(1e-9)
+    plan = plan_capture([3, 1], 8)
+    controller = DraftStepsController(engine, plan, FixedSteps(3), memory_gb=1e-6)
+    assert controller.fit_configured_width() == (1, 2, 4)
+    for width in controller.plan.widths:
+        assert (width.batches, width.dropped) == ((1, 2, 4), (6, 8))
