@@ -6,11 +6,14 @@ does not show are in ``tests/contract/test_defects.py``.
 
 from __future__ import annotations
 
+import json
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.engine.worker import ScenarioFailed
 from tests.engine.worker import run_plugin as run
 
 pytestmark = pytest.mark.engine
@@ -29,13 +32,20 @@ def ours(pair: dict[str, str]) -> dict[str, Any]:
     return run("states_of_ours", {**pair, "steps": 3}, {"steps": [3]}, **LOAD)
 
 
-def test_adding_a_wider_step_count(pair: dict[str, str]) -> None:
+def test_adding_a_wider_step_count(pair: dict[str, str], tmp_path: Path) -> None:
     """0.5.16 to 0.5.18 (upstream #35275): buffers have the configured width; case 11.
 
     The plugin adds narrower step counts to the widest and refuses wider ones by name.
     """
-    got = run("states_of_stock", {**pair, "steps": 1}, steps=[3], batches=[1, 2])
-    assert ("error" in got["3"]) == (SGLANG in ("0.5.16", "0.5.17", "0.5.18")), got
+    candidates = tmp_path / "candidates.json"
+    candidates.write_text(json.dumps({"1": {"candidate_steps": [1, 3]}}))
+    adaptive = {"speculative_adaptive": True, "speculative_adaptive_config": str(candidates)}
+    config = {**pair, "steps": 1, "server_args": adaptive}
+    if SGLANG in ("0.5.16", "0.5.17", "0.5.18"):
+        with pytest.raises(ScenarioFailed, match="logits buffer"):
+            run("stock_batches", config, batches=[1])
+    else:
+        assert run("stock_batches", config, batches=[1])["1"]
     refused = run("start_only", {**pair, "steps": 1}, {"steps": [3], "strict": True})
     assert "--speculative-num-steps 3" in refused["exit"]
 
