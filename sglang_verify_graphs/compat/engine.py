@@ -213,9 +213,17 @@ class SGLangEngine(SchedulerFacts):
 
         return replaced(owner, "capture", metered)
 
-    def _ladder(self, batches: Sequence[int]) -> AbstractContextManager[None]:
+    @contextmanager
+    def _ladder(self, batches: Sequence[int]) -> Iterator[None]:
+        """Have every runner capture these batches."""
         owner, name = self.ladder()
-        return replaced(owner, name, list(batches))
+        owners = [owner]
+        if self.release.draft_arguments_copied:
+            owners.append(self.worker.server_args.cuda_graph_config.decode)
+        with ExitStack() as stack:
+            for one in owners:
+                stack.enter_context(replaced(one, name, list(batches)))
+            yield
 
     def _capture_stream(self) -> Any:
         if not hasattr(self, "_stream"):

@@ -30,6 +30,8 @@ class Release:
     draft_extend_width_from_server_args: bool = False
     """The draft-extend runner ignores the width it is built for
     (eagle_draft_extend_cuda_graph_runner.py, ``resolve_num_tokens_per_req``)."""
+    draft_arguments_copied: bool = False
+    """The draft worker captures by a copy of the arguments, the ladder among them."""
     config_bags: bool = True
     """Resolved arguments stand in bags of the runtime context; else on ServerArgs."""
     switch_writes_bags: bool = True
@@ -110,12 +112,17 @@ _18 = replace(
     switch_writes_bags=False,
 )
 _17 = replace(
-    _18, version="0.5.17", draft_extend_width_from_server_args=True, switch_writes_bags=True
+    _18,
+    version="0.5.17",
+    draft_extend_width_from_server_args=True,
+    draft_arguments_copied=True,
+    switch_writes_bags=True,
 )
 _16 = replace(
     _17,
     version="0.5.16",
     draft_extend_width_from_server_args=False,
+    draft_arguments_copied=False,
     alignment_function=False,
     alignment_from_server_args=False,
     config_bags=False,

@@ -67,6 +67,7 @@ def attributes(release: Release) -> dict[str, tuple[str, ...]]:
         f"{_WORKER}:EAGLEWorkerV2": (
             "speculative_num_steps", "speculative_num_draft_tokens", "_draft_worker",
             "adaptive_controller", "build_adaptive_runtime_state", *usage,
+            *(("server_args",) if release.draft_arguments_copied else ()),
         ),
         f"{_WORKER}:EagleDraftWorker": (
             "draft_runner", "topk", "speculative_num_steps", "speculative_num_draft_tokens",

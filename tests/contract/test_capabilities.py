@@ -271,3 +271,9 @@ def test_captured_batches_come_from_the_ladder_that_is_replaced(
     choose = source.function(module, "get_batch_sizes_to_capture")
     read = {dotted(n) for n in ast.walk(choose) if isinstance(n, ast.Attribute)}
     assert any(chain.endswith(field) for chain in read)
+
+
+def test_draft_arguments_copied(source: Source, release: Release) -> None:
+    """The decode ladder of the copy is an object of its own, and the draft's runners read it."""
+    copied = "draft_server_args_copy" in source.text(f"{_SRT}.managers.scheduler")
+    assert copied == release.draft_arguments_copied

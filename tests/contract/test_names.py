@@ -283,7 +283,7 @@ def test_the_tables_are_complete() -> None:
         known |= set(parallel_sizes(release))
         known |= {place.split(":")[1] for place in module_globals(release)}
         known |= {part for need in requirements_of(release) for part in need.qualname.split(".")}
-    known |= listed | {"cuda_graph_bs", "speculative_adaptive"}  # server arguments
+    known |= listed | {"cuda_graph_bs", "cuda_graph_config", "speculative_adaptive"}  # arguments
     used = {
         node.attr
         for tree in _trees(*_ADAPTER, "compat/legacy.py")

@@ -46,7 +46,9 @@ def test_ceiling_covered_by_the_plan(pair: dict[str, str]) -> None:
     assert verify(stock)["reasons"]["BATCH_ABOVE_LADDER"] == verify(stock)["eager"] > 0
     assert any("uncovered 33-48" in line for line in stock["log"])
     covered = run("serve", config, {"steps": [3]}, **load)
-    assert verify(covered)["eager"] == 0
+    for phase in ("draft", "verify", "draft_extend"):
+        counts = covered["status"]["phases"][phase]
+        assert (counts["eager"], counts["replayed"] > 0) == (0, True), phase
     assert "40x3" in covered["status"]["buckets"]
     assert covered["tokens"] == stock["tokens"]
     assert covered["histogram"] == stock["histogram"]
