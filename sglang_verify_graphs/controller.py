@@ -106,10 +106,7 @@ class DraftStepsController:
         self._log_dropped(self.captured[0].gb / len(first.batches))
 
     def _fit(self, width: WidthPlan, used_gb: float) -> WidthPlan:
-        first, last = self.plan.widths[0], self.captured[-1]
-        rows = max(first.batches) * first.width  # SGLang's logits buffer is made for the first
-        fits = tuple(batch for batch in width.batches if batch * width.width <= rows)
-        width = replace(width, batches=fits, dropped=width.batches[len(fits) :])
+        last = self.captured[-1]
         per_graph = last.gb / len(last.batches) if last.gb > 0 else FIRST_GRAPH_GB
         return width.fit(self._free_bytes(used_gb), per_graph * 2**30)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,18 +39,6 @@ class Engine:
     def build_state(self, draft_steps: int, batches: Any) -> Any:
         self.built.append(draft_steps)
         return SimpleNamespace(draft_extend_graphs=None)
-
-
-def test_no_width_takes_more_rows_than_the_configured_one() -> None:
-    """SGLang's logits buffer has the rows of the first capture: 8 requests of 4 tokens here."""
-    plan = plan_capture([3, 2, 0], 16)
-    first = replace(plan.widths[0], batches=(1, 2, 4, 8))
-    engine: Any = Engine(0.1)
-    controller = DraftStepsController(engine, plan.replace_width(first), FixedSteps(3))
-    controller.init_states()
-    batches = {width.draft_steps: width.batches for width in controller.plan.widths[1:]}
-    assert batches == {2: (1, 2, 4, 6, 8), 0: (1, 2, 4, 6, 8, 12, 16)}
-    assert controller.plan.widths[1].dropped == (12, 16)
 
 
 def built(gb: float, memory_gb: float | None) -> list[int]:
