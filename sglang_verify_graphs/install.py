@@ -2,7 +2,8 @@
 
 Four wrappers in all, none of them on anything that is pickled or on the hot path:
 ``ServerArgs.add_cli_args``/``from_cli_args`` in the launcher, and in the scheduler process
-``Scheduler.init_all_cuda_graphs`` and ``Scheduler.get_internal_state``.
+``Scheduler.init_all_cuda_graphs`` (``init_model_worker`` in releases that capture there) and
+``Scheduler.get_internal_state``.
 """
 
 from __future__ import annotations
