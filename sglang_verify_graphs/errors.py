@@ -21,3 +21,7 @@ class CaptureError(VerifyGraphsError):
 
 class AttestationError(VerifyGraphsError):
     """A rank does not run what the other ranks run, or a patch is not in place."""
+
+
+class EvidenceError(VerifyGraphsError):
+    """What a rank or a server says of NCCL cannot be read."""
