@@ -13,7 +13,8 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from sglang_verify_graphs.errors import EvidenceError
 
 FLAG, SHELL, SGLANG = "flag", "shell", "SGLang"
-"""Values of ``Variable.source``; a profile is ``profile NAME``, and ``unset`` has no source."""
+"""Values of ``Variable.source``; a profile is ``profile NAME``. What only the C environment holds
+comes from an ``nccl.conf``, which NCCL loads without a word (misc/param.cc, ``setEnvFile``)."""
 
 _T = TypeVar("_T")
 
@@ -47,14 +48,12 @@ class NcclLog:
     """Distinct ones, in order. NCCL prints them on rank 0 of a communicator alone."""
     channels: int | None = None
     """Channels for collectives, of the communicator that came up last."""
-    nvls: bool | None = None
-    """Whether NCCL found NVLink multicast usable."""
     transports: tuple[str, ...] = ()
     """Distinct ones between peers, such as ``P2P/CUMEM``, ``SHM/direct/direct``, ``NET/IB/0``."""
     communicators: int = 0
     """How many were reported complete."""
     unreadable: int = 0
-    """Lines that are damaged, or that the parser had no room for."""
+    """Lines that are damaged or cut, or that the parser had no room for."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +93,11 @@ class RankEvidence:
     world_size: int
     node: str
     nccl_version: str | None
-    """By ``ncclGetVersion``."""
+    """By ``ncclGetVersion``, as ``2.27.3``."""
     library: str | None
     """Path of the mapped ``libnccl``."""
     packaged_version: str | None
-    """Of the installed ``nvidia-nccl-*`` distribution."""
+    """Of the installed ``nvidia-nccl-*`` distribution, as ``2.27.3``."""
     communicator_up: bool
     variables: tuple[Variable, ...] = ()
     log: NcclLog | None = None
