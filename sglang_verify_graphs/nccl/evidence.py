@@ -5,6 +5,7 @@ Evidence travels between ranks and over HTTP as JSON, so reading it back trusts 
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
@@ -15,6 +16,10 @@ from sglang_verify_graphs.errors import EvidenceError
 FLAG, SHELL, SGLANG = "flag", "shell", "SGLang"
 """Values of ``Variable.source``; a profile is ``profile NAME``. What only the C environment holds
 comes from an ``nccl.conf``, which NCCL loads without a word (misc/param.cc, ``setEnvFile``)."""
+
+UNKNOWN = "unknown"
+HIDDEN = "(hidden)"
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(?:^|_)(?:API)?KEY", re.IGNORECASE)
 
 _T = TypeVar("_T")
 
@@ -33,6 +38,12 @@ class Choice:
     """LL, LL128 or SIMPLE; the kernel's name where the algorithm is none."""
     channels: int
     """0 where the line names none."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.algorithm} {self.protocol} on {self.channels} channels for {self.collective} "
+            f"of {self.bytes} bytes"
+        )
 
 
 @dataclass(frozen=True)
@@ -84,6 +95,9 @@ class Bypass:
     """Messages smaller than this take it."""
     collective: str = "AllReduce"
 
+    def __str__(self) -> str:
+        return f"{self.path} ({self.collective} below {self.below_bytes} bytes)"
+
 
 @dataclass(frozen=True)
 class RankEvidence:
@@ -102,6 +116,8 @@ class RankEvidence:
     variables: tuple[Variable, ...] = ()
     log: NcclLog | None = None
     bypasses: tuple[Bypass, ...] = ()
+    problem: str = ""
+    """Why the rest is missing."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -112,6 +128,11 @@ class RankEvidence:
         return decode(cls, data, "evidence")
 
 
+def shown(name: str, value: str | None) -> str | None:
+    """The value, or a mark in its place where the name looks like that of a secret."""
+    return HIDDEN if value is not None and _SECRET.search(name) else value
+
+
 def decode(kind: type[_T], value: object, where: str) -> _T:
     """``value`` of parsed JSON as a ``kind``: a dataclass of this package and what it holds."""
     result: _T = _decode(kind, value, where)
@@ -120,7 +141,8 @@ def decode(kind: type[_T], value: object, where: str) -> _T:
 
 def _decode(kind: Any, value: Any, where: str) -> Any:
     if isinstance(kind, types.UnionType):
-        return None if value is None else _decode(get_args(kind)[0], value, where)
+        members = get_args(kind)
+        return value if type(value) in members else _decode(members[0], value, where)
     if is_dataclass(kind) and isinstance(value, dict):
         hints = get_type_hints(kind)
         given = {k: _decode(hints[k], v, f"{where}.{k}") for k, v in value.items() if k in hints}
