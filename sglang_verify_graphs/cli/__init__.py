@@ -1,17 +1,17 @@
-"""``sglang-verify-graphs COMMAND``: what can be said about an installation without serving."""
+"""``sglang-verify-graphs COMMAND``: what can be said of an installation or of a server."""
 
 from __future__ import annotations
 
 import argparse
 
-from sglang_verify_graphs.cli import doctor
+from sglang_verify_graphs.cli import doctor, ranks
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; gives the exit status, 2 for a usage error."""
     parser = argparse.ArgumentParser(prog="sglang-verify-graphs", description=__doc__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (doctor,):
+    for command in (doctor, ranks):
         command.add_to(commands)
     chosen = parser.parse_args(argv)
     return int(chosen.run(chosen))

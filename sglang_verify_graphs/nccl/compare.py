@@ -38,12 +38,8 @@ def mismatches(groups: Sequence[Sequence[RankStatus]]) -> tuple[Mismatch, ...]:
 
     One group for each data-parallel replica; values must agree between them too.
     """
-    ranks: dict[Place, RankStatus] = {}
-    found: list[Mismatch] = []
-    for at, group in enumerate(groups):
-        name = f"dp {at} " if len(groups) > 1 else ""
-        ranks.update((Place(name, rank.node, rank.rank), rank) for rank in group)
-        found += _absent(name, group)
+    ranks = places(groups)
+    found = [m for at in range(len(groups)) for m in _absent(_label(groups, at), groups[at])]
     for what, read in _PROPERTIES.items():
         found += _differing(what, {place: str(read(rank)) for place, rank in ranks.items()})
     for name in dict.fromkeys(name for rank in ranks.values() for name in rank.variables):
@@ -52,6 +48,19 @@ def mismatches(groups: Sequence[Sequence[RankStatus]]) -> tuple[Mismatch, ...]:
         states = {place: v.status if v else UNSET for place, v in have.items()}
         found += _differing(name, values) or _differing(name, states)
     return (*found, *_broken(ranks))
+
+
+def places(groups: Sequence[Sequence[RankStatus]]) -> dict[Place, RankStatus]:
+    """Every rank by its place."""
+    return {
+        Place(_label(groups, at), rank.node, rank.rank): rank
+        for at, group in enumerate(groups)
+        for rank in group
+    }
+
+
+def _label(groups: Sequence[Sequence[RankStatus]], at: int) -> str:
+    return f"dp {at} " if len(groups) > 1 else ""
 
 
 _PROPERTIES: Mapping[str, Callable[[RankStatus], object]] = {
@@ -72,9 +81,9 @@ def _absent(name: str, group: Sequence[RankStatus]) -> Iterator[Mismatch]:
     for rank in group:
         place = Place(name, rank.node, rank.rank)
         if rank.problem:
-            yield Mismatch("rank", (place,), f"{_where([place])} has no evidence: {rank.problem}")
+            yield Mismatch("rank", (place,), f"{where([place])} has no evidence: {rank.problem}")
         if seen[rank.rank] > 1 or not 0 <= rank.rank < size:
-            yield Mismatch("rank", (place,), f"{_where([place])} is there twice, or beyond {size}")
+            yield Mismatch("rank", (place,), f"{where([place])} is there twice, or beyond {size}")
 
 
 def _differing(what: str, values: Mapping[Place, str]) -> list[Mismatch]:
@@ -83,7 +92,7 @@ def _differing(what: str, values: Mapping[Place, str]) -> list[Mismatch]:
     for place, value in values.items():
         by_value.setdefault(value, []).append(place)
     odd = tuple(place for place, value in values.items() if value != usual)
-    text = "; ".join(f"{value} on {_where(places)}" for value, places in by_value.items())
+    text = "; ".join(f"{value} on {where(own)}" for value, own in by_value.items())
     return [Mismatch(what, odd, f"{what} differs: {text}")] if odd else []
 
 
@@ -99,36 +108,21 @@ def _broken(ranks: Mapping[Place, RankStatus]) -> Iterator[Mismatch]:
             if v.status in (REQUESTED, LATE) or v.status.startswith(OVERRIDDEN):
                 text = f"{name}={show(v.effective)}: {v.status} ({v.evidence})"
                 faults.setdefault((name, text), []).append(place)
-    for (what, text), places in faults.items():
-        yield Mismatch(what, tuple(places), f"{text}, on {_where(places)}")
+    for (what, text), own in faults.items():
+        yield Mismatch(what, tuple(own), f"{text}, on {where(own)}")
 
 
-def _where(places: Iterable[Place]) -> str:
+def where(ranks: Iterable[Place]) -> str:
+    """Ranks in the words of a message, by node."""
     nodes: dict[tuple[str, str], list[int]] = {}
-    for place in sorted(places):
+    for place in sorted(ranks):
         nodes.setdefault((place.group, place.node), []).append(place.rank)
     return ", ".join(
-        f"{group}rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)} ({node})"
-        for (group, node), ranks in nodes.items()
+        f"{group}rank{'s' * (len(numbers) > 1)} {format_ranges(numbers)} ({node})"
+        for (group, node), numbers in nodes.items()
     )
 
 
 def show(value: str | None) -> str:
     """A value in a message."""
     return UNSET if value is None else value or "''"
-
-
-def headline(ranks: Sequence[RankStatus]) -> str:
-    """What was asked for and what became of it, in one line."""
-    asked = {
-        f"{name}={show(v.effective)} {v.status}": None
-        for rank in ranks
-        for name, v in rank.variables.items()
-        if v.requested is not None
-    }
-    versions = ", ".join(dict.fromkeys(str(rank.nccl_version) for rank in ranks))
-    found = [m.text for m in mismatches([ranks])]
-    return (
-        f"NCCL {versions} on {len(ranks)} rank(s): "
-        f"{'; '.join([*asked, *found]) or 'nothing asked for'}"
-    )

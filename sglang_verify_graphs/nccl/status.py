@@ -8,7 +8,8 @@ variable; of a rank without a log nothing is known. Places are those in NVIDIA/n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from sglang_verify_graphs.nccl.evidence import (
     HIDDEN,
@@ -78,6 +79,11 @@ def judge(ranks: Sequence[RankEvidence]) -> tuple[RankStatus, ...]:
         )
         for r in ranks
     )  # fmt: skip
+
+
+def report(ranks: Iterable[RankStatus]) -> dict[str, Any]:
+    """Plain data for ``/server_info``."""
+    return {"ranks": [asdict(rank) for rank in ranks]}
 
 
 def hide(name: str, found: VariableStatus) -> VariableStatus:
