@@ -25,3 +25,7 @@ class AttestationError(VerifyGraphsError):
 
 class EvidenceError(VerifyGraphsError):
     """What a rank or a server says of NCCL cannot be read."""
+
+
+class CostsError(VerifyGraphsError):
+    """A table of round costs cannot be read, or was measured on another server."""

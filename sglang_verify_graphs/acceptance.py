@@ -1,0 +1,144 @@
+"""How likely each draft position is accepted, from the verified requests of served rounds.
+
+A request of ``k`` drafts with ``c`` accepted has tried positions 1..c+1 and none past ``k``: what
+was not tried says nothing (censoring), so positions are kept apart as *conditional* probabilities,
+and a narrow round never counts against a wide one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from sglang_verify_graphs.estimate import Estimate
+
+MIN_TRIALS = 4.0
+"""Below, a position is unknown."""
+_MEMORY = 400.0
+"""Trials after which evidence weighs 1/e: an error of 2% in the accept length."""
+_DOUBTED = 16.0
+"""Most trials that a position keeps when another one was seen to change."""
+_SLACK = 0.03
+"""Smallest change of a probability that is looked for."""
+_ALARM = 8.0
+"""Log-likelihood ratio of a change: one false alarm in some 40,000 trials of a steady position."""
+
+
+class _Position:
+    """Decayed counts, and the stretch of latest trials that fits them least, up and down.
+
+    The stretches are those of a CUSUM: one starts again when it speaks against a change.
+    """
+
+    __slots__ = ("accepted", "stretches", "trials")
+
+    def __init__(self) -> None:
+        self.trials = 0.0
+        self.accepted = 0.0
+        self.stretches = {1: (0.0, 0.0), -1: (0.0, 0.0)}
+
+    def add(self, trials: int, accepted: int) -> bool:
+        """Count; whether the probability is seen to have changed."""
+        changed = self.trials >= MIN_TRIALS and self._departs(trials, accepted)
+        if changed:
+            return True
+        decay = math.exp(-trials / _MEMORY)
+        self.trials = decay * self.trials + trials
+        self.accepted = decay * self.accepted + accepted
+        return False
+
+    def _departs(self, trials: int, accepted: int) -> bool:
+        believed = min(max(self.accepted / self.trials, 0.02), 0.98)
+        for sign, (tried, passed) in self.stretches.items():
+            tried, passed = tried + trials, passed + accepted
+            if sign * (passed - believed * tried) <= _SLACK * tried:
+                tried, passed = 0.0, 0.0
+            self.stretches[sign] = tried, passed
+            if tried and tried * _divergence(passed / tried, believed) > _ALARM:
+                self.trials, self.accepted = tried, passed
+                self.stretches = dict.fromkeys(self.stretches, (0.0, 0.0))
+                return True
+        return False
+
+    def doubt(self) -> None:
+        """Keep the ratio, and little confidence in it."""
+        if self.trials > _DOUBTED:
+            self.accepted *= _DOUBTED / self.trials
+            self.trials = _DOUBTED
+
+
+def _divergence(p: float, q: float) -> float:
+    """Kullback-Leibler divergence of two Bernoulli probabilities."""
+    return (p * math.log(p / q) if p > 0 else 0.0) + (
+        (1 - p) * math.log((1 - p) / (1 - q)) if p < 1 else 0.0
+    )
+
+
+class Acceptance:
+    """Accept length of every step count, the bonus token included, on warm requests."""
+
+    def __init__(self, max_steps: int) -> None:
+        self._positions = [_Position() for _ in range(max_steps)]
+        self.changes = 0
+        """How often the traffic was seen to change."""
+
+    def observe(self, draft_steps: int, correct_drafts: Iterable[int]) -> None:
+        """One verify: correct drafts of each *warm* request in it, at the width that it ran."""
+        counts = [0] * (draft_steps + 1)
+        for drafts in correct_drafts:
+            counts[min(drafts, draft_steps)] += 1
+        tried = sum(counts)
+        changed = None
+        for position, rejected in zip(self._positions, counts[:draft_steps], strict=False):
+            if not tried:
+                break
+            if position.add(tried, tried - rejected):
+                changed = changed or position
+            tried -= rejected
+        if changed is not None:
+            self.changes += 1
+            for position in self._positions:
+                if position is not changed:
+                    position.doubt()
+
+    def probability(self, position: int) -> Estimate | None:
+        """That draft ``position`` (from 1) is accepted given those before it (Wilson interval)."""
+        found = self._positions[position - 1]
+        if found.trials < MIN_TRIALS:
+            return None
+        p, n, z2 = found.accepted / found.trials, found.trials, 1.96**2
+        centre = (p + z2 / (2 * n)) / (1 + z2 / n)
+        reach = math.sqrt(z2 * (p * (1 - p) / n + z2 / (4 * n * n))) / (1 + z2 / n)
+        return Estimate(p, min(p, centre - reach), max(p, centre + reach))
+
+    def accept_length(self, draft_steps: int) -> Estimate | None:
+        """Tokens a request commits in a round; ``None`` while a position in it is unknown.
+
+        The interval adds the positions' errors as independent ones (delta method).
+        """
+        found = [self.probability(position) for position in range(1, draft_steps + 1)]
+        chain = [p for p in found if p is not None]
+        if len(chain) < draft_steps:
+            return None
+        tail, below, above = 0.0, 0.0, 0.0
+        for at in range(draft_steps - 1, -1, -1):
+            p = chain[at]
+            reached = math.prod(q.value for q in chain[:at])
+            slope = reached * (1 + tail)
+            below += (slope * (p.value - p.low)) ** 2
+            above += (slope * (p.high - p.value)) ** 2
+            tail = p.value * (1 + tail)
+        value = 1 + tail
+        return Estimate(
+            value, max(1.0, value - math.sqrt(below)),
+            min(1.0 + draft_steps, value + math.sqrt(above)),
+        )  # fmt: skip
+
+    def most(self, draft_steps: int) -> float:
+        """The most that ``draft_steps`` may accept by what is known; unknown positions may be 1."""
+        length, reached = 1.0, 1.0
+        for position in range(1, draft_steps + 1):
+            known = self.probability(position)
+            reached *= known.high if known is not None else 1.0
+            length += reached
+        return length
