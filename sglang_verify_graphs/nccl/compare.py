@@ -38,7 +38,7 @@ def mismatches(groups: Sequence[Sequence[RankStatus]]) -> tuple[Mismatch, ...]:
 
     One group for each data-parallel replica; values must agree between them too.
     """
-    ranks = places(groups)
+    ranks = {place: rank for place, rank in places(groups).items() if not rank.problem}
     found = [m for at in range(len(groups)) for m in _absent(_label(groups, at), groups[at])]
     for what, read in _PROPERTIES.items():
         found += _differing(what, {place: str(read(rank)) for place, rank in ranks.items()})
