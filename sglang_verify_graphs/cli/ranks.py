@@ -71,7 +71,8 @@ def _run(arguments: argparse.Namespace) -> int:
 def _server(text: str) -> str:
     try:
         parts = urlsplit(text)
-        good = parts.scheme in ("http", "https") and parts.hostname and not parts.username
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        good = good and parts.username is None
     except ValueError:
         good = False
     if not good or not text.isprintable() or " " in text:
@@ -148,8 +149,9 @@ def _lines(groups: _Groups, found: Sequence[Mismatch]) -> Iterator[str]:
         libraries.setdefault(text, []).append(place)
         for name, v in rank.variables.items():
             row: tuple[str, ...] = (
-                "!" * ((place, name) in odd), place.group + place.node, name, show(v.requested),
-                show(v.effective), v.source, v.status, v.evidence,
+                "!" * ((place, name) in odd), place.group + place.node, name,
+                "-" if v.requested is None else show(v.requested), show(v.effective),
+                v.source, v.status, v.evidence,
             )  # fmt: skip
             rows.setdefault(row, []).append(rank.rank)
     for text, own in libraries.items():
