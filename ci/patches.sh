@@ -3,7 +3,8 @@
 #
 #   ci/patches.sh [--each]
 #
-# --each    also run each patch's test with that patch alone, and what it depends on
+# --each    also run each patch's test with that patch alone, and what it depends on, and compare
+#           an ordinary load with stock; writes benchmarks/results/patches.json
 # RELEASES  releases to run on, space-separated (default: every folder of patches/)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -20,6 +21,7 @@ started=$SECONDS
 say() { printf '[patches %3d s] %s\n' "$((SECONDS - started))" "$*"; }
 fail() { say "FAILED: $*"; exit 1; }
 python() { "$root/.venvs/$release/bin/python" "$@"; }
+passed() { grep -oE '[0-9]+ passed' "$1"; }
 name() { sed -n 's/^Patch-Name: //p' "$1"; }
 with_dependencies() {  # the patches that PATCH depends on, then PATCH
   local needed
@@ -87,12 +89,13 @@ install_patched() {  # install_patched FOLDER PATCH...
   mv "$folder/test" "$folder.tests"
 }
 
-# engine_tests TEST...: the project's, on the patched package; those of tests/patches need it.
+# engine_tests WHAT PACKAGE TEST...: the project's, on the patched package.
 engine_tests() {
-  SGLANG_PATCHED=$folder/all PYTHONPATH=$folder/all CUDA_VISIBLE_DEVICES='' \
-    python -m pytest -m engine "$@" >"$folder/engine.log" 2>&1 \
-    || { tail -60 "$folder/engine.log"; fail "$release: engine tests"; }
-  say "$release: engine tests: $(grep -oE '[0-9]+ passed' "$folder/engine.log")"
+  local what=$1 package=$2 log=$2.engine.log
+  SGLANG_PATCHED=$package PYTHONPATH=$package CUDA_VISIBLE_DEVICES='' \
+    python -m pytest -m engine "${@:3}" >"$log" 2>&1 \
+    || { tail -60 "$log"; fail "$release: $what: engine tests"; }
+  say "$release: $what: engine tests: $(passed "$log")"
 }
 
 run_release() {
@@ -103,24 +106,31 @@ run_release() {
   install_patched "$folder/all" "${patches[@]}"
   own_tests "$folder/all" "$folder/all.tests" "$folder/all.log" \
     || { tail -40 "$folder/all.log"; fail "$release: the patches' tests"; }
-  say "$release: the patches' tests: $(grep -oE '[0-9]+ passed' "$folder/all.log")"
+  say "$release: the patches' tests: $(passed "$folder/all.log")"
   own_tests "" "$folder/all.tests" "$folder/stock.log" && fail "$release: the tests pass on stock"
   for test in $(cd "$folder/all.tests" && find . -name 'test_*.py' -printf '%P\n'); do
     grep -qE "^(FAILED|ERROR) $test" "$folder/stock.log" || fail "$release: $test passes on stock"
   done
   say "$release: each of them fails on stock"
   if [[ -n $each ]]; then
+    rm -f "$folder/each.tsv"
     for patch in "${patches[@]}"; do
       mapfile -t alone < <(with_dependencies "$patch")
       install_patched "$folder/one" "${alone[@]}"
       own_tests "$folder/one" "$folder/one.tests" "$folder/one.log" \
         || { tail -40 "$folder/one.log"; fail "$release: $(name "$patch") alone"; }
-      say "$release: $(name "$patch") alone: $(grep -oE '[0-9]+ passed' "$folder/one.log")"
+      say "$release: $(name "$patch") alone: $(passed "$folder/one.log")"
+      engine_tests "$(name "$patch") alone" "$folder/one" tests/patches/test_ordinary.py
+      printf '%s\t%s\t%s\t%s\n' "$release" "$(name "$patch")" "$(passed "$folder/one.log")" \
+        "$(passed "$folder/one.engine.log")" >>"$folder/each.tsv"
     done
   fi
   case $release in
-    0.5.9) engine_tests tests/engine/legacy -k "TestConfiguredWidth or TestObserve" ;;
-    *) engine_tests tests/patches ;;
+    0.5.9)
+      engine_tests series "$folder/all" tests/engine/legacy tests/patches/test_ordinary.py \
+        -k "TestConfiguredWidth or TestObserve or ordinary"
+      ;;
+    *) engine_tests series "$folder/all" tests/patches ;;
   esac
 }
 
@@ -145,5 +155,17 @@ for ((n = ${#releases[@]} - 1; n >= 0; n--)); do
   running=$((running + 1))
 done
 while ((running-- > 0)); do wait -n || status=1; done
-if [[ $status == 0 ]]; then say "all passed"; else say "FAILED"; fi
-exit $status
+if [[ $status != 0 ]]; then
+  say "FAILED"
+  exit 1
+fi
+say "all passed"
+if [[ -n $each ]]; then
+  for release in "${releases[@]}"; do cat "$work/$release/each.tsv"; done \
+    | ".venvs/${releases[-1]}/bin/python" -c '
+import csv, datetime, json, sys
+names = "sglang", "patch", "own_tests", "ordinary_load_equals_stock"
+rows = [dict(zip(names, row, strict=True)) for row in csv.reader(sys.stdin, delimiter="\t")]
+print(json.dumps({"date": str(datetime.date.today()), "each_patch_alone": rows}, indent=1))
+' >benchmarks/results/patches.json
+fi
