@@ -23,9 +23,10 @@ def enable(**settings: Any) -> Settings:
     Raises ``SettingsError`` for a bad value; nothing is changed then.
     """
     chosen = Settings(**settings)
-    os.environ[ENV] = chosen.to_json()
     from sglang_verify_graphs.install import install
+    from sglang_verify_graphs.nccl.reach import in_launcher
 
+    chosen = in_launcher(chosen)
     install()
     return chosen
 
@@ -37,7 +38,9 @@ def disable() -> list[str]:
     """
     os.environ.pop(ENV, None)
     from sglang_verify_graphs.install import uninstall
+    from sglang_verify_graphs.nccl.reach import undo
 
+    undo()
     return uninstall()
 
 

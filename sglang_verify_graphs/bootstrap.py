@@ -17,9 +17,14 @@ def _on_server_args(module: object) -> None:
 
 
 def _on_scheduler(module: object) -> None:
+    from sglang_verify_graphs.nccl.reach import in_actor
     from sglang_verify_graphs.plugin import load
 
     load()
+    if in_actor():
+        from sglang_verify_graphs.compat.nccl import load_plugins
+
+        load_plugins()
 
 
 def _bootstrap() -> None:

@@ -1,14 +1,16 @@
 """Applies the wrappers when SGLang's modules are imported, and takes them back by identity.
 
-Four wrappers in all, none of them on anything that is pickled or on the hot path:
+Five wrappers in all, none of them on anything that is pickled or on the hot path:
 ``ServerArgs.add_cli_args``/``from_cli_args`` in the launcher, and in the scheduler process
-``Scheduler.init_all_cuda_graphs`` (``init_model_worker`` in releases that capture there) and
-``Scheduler.get_internal_state``.
+``Scheduler.init_all_cuda_graphs`` (``init_model_worker`` in releases that capture there),
+``Scheduler.get_internal_state`` and ``PyNcclCommunicator.__init__``. A Ray driver starts its
+scheduler actors through one more object.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import multiprocessing
 import os
@@ -20,6 +22,7 @@ from typing import Any
 
 import wrapt
 
+from sglang_verify_graphs.compat.nccl import ACTOR, COMMUNICATOR, RAY
 from sglang_verify_graphs.compat.patched import carried, mended
 from sglang_verify_graphs.compat.preflight import (
     check,
@@ -34,6 +37,7 @@ from sglang_verify_graphs.compat.requirements import LAUNCHER, SCHEDULER, requir
 from sglang_verify_graphs.compat.source import Source
 from sglang_verify_graphs.compat.source import installed as sglang_folder
 from sglang_verify_graphs.errors import SettingsError, UnsupportedError, VerifyGraphsError
+from sglang_verify_graphs.nccl import reach
 from sglang_verify_graphs.settings import (
     ENV,
     FLAG,
@@ -89,9 +93,14 @@ def install_launcher() -> None:
 
 def install_scheduler() -> None:
     """Wrap the scheduler where the environment carries settings."""
-    if settings_from_env(os.environ) is not None:
+    settings = settings_from_env(os.environ)
+    if settings is not None:
         refuse_whitelist()
+        if settings.nccl_shell is None:
+            reach.in_launcher(settings)
         _when_imported(_SCHEDULER, _patch_scheduler)
+        for module in RAY:
+            _when_imported(module, _patch_ray)
 
 
 def uninstall(module: str = "") -> list[str]:
@@ -215,10 +224,10 @@ def _from_cli_args(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         if settings is not None:
             refuse_whitelist()
             _check_release(settings)
+            settings = reach.in_launcher(settings)  # before SGLang looks at the environment
         server_args = wrapped(*args, **kwargs)
         if settings is not None:
             _check_steps(settings, server_args)
-            os.environ[ENV] = settings.to_json()
     except SettingsError as error:
         raise SystemExit(f"[verify-graphs] {error}") from None
     uninstall(_SERVER_ARGS)  # the flags are parsed
@@ -244,9 +253,22 @@ def _check_steps(settings: Settings, server_args: Any) -> None:
 # -- scheduler process -----------------------------------------------------------------------------
 
 
+def _patch_ray(module: Any) -> None:
+    """Actors inherit nothing: hand them the settings where the driver starts them."""
+    actors = getattr(module, ACTOR, None)
+    if os.environ.get(ENV) and actors is not None and not isinstance(actors, reach.Actors):
+        ours = reach.Actors(actors)
+        _patches[f"{module.__name__}:{ACTOR}"] = Patch(module, ACTOR, actors, ours)
+        setattr(module, ACTOR, ours)
+
+
 def _patch_scheduler(module: Any) -> None:
-    if not os.environ.get(ENV):
+    settings = settings_from_env(os.environ)
+    if settings is None:
         return  # disabled before SGLang was imported
+    reach.in_worker(settings)
+    if not refused(check((COMMUNICATOR,), in_process)):
+        _wrap(importlib.import_module(COMMUNICATOR.module), COMMUNICATOR.qualname, _communicator)
     try:
         # Whether the release may be served is decided, and said, at the capture.
         release = resolve_release(sglang_version(), allow_untested=True)
@@ -259,6 +281,11 @@ def _patch_scheduler(module: Any) -> None:
             _switch_off(f"{problems[0]}; install a tested SGLang release")
         else:
             _wrap(module, need.qualname, wrapper)
+
+
+def _communicator(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    reach.at_first_communicator()
+    wrapped(*args, **kwargs)
 
 
 def _switch_off(why: str) -> None:

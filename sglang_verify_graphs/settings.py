@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from sglang_verify_graphs.errors import SettingsError
+from sglang_verify_graphs.nccl import profiles
 
 ENV = "SGLANG_VERIFY_GRAPHS"
 FLAG = "--enable-verify-graphs"
@@ -36,6 +37,18 @@ class Settings:
     """Turn every refusal into a start-up error."""
     allow_untested: bool = False
     """Run on an SGLang release outside the tested list."""
+    nccl_env: tuple[str, ...] = ()
+    """``NAME=VALUE`` for NCCL on every rank; over the shell and over a profile."""
+    nccl_profile: str | None = None
+    """Named values for NCCL, where the shell says nothing."""
+    nccl_reapply: bool = False
+    """Set again in every worker what SGLang overwrites."""
+    nccl_force_ll128: bool = False
+    """Allow a NCCL_PROTO that turns LL128 on where NCCL would not; data may be corrupted."""
+    nccl_shell: tuple[str, ...] | None = None
+    """What the launcher's environment held before SGLang wrote there; None in the launcher."""
+    nccl_driver: tuple[str, ...] | None = None
+    """In a Ray actor, which inherits nothing: what the driver's environment held."""
     script: tuple[int, ...] = ()
     """Step counts to cycle through, one a decode round (tests and benchmarks; no flag)."""
 
@@ -51,9 +64,24 @@ class Settings:
             and 0 < self.memory_gb < float("inf")
         ):
             raise _bad("memory_gb", self.memory_gb, "it must be a number of GiB above 0")
-        for name in ("observe", "strict", "allow_untested"):
+        for name in ("observe", "strict", "allow_untested", "nccl_reapply", "nccl_force_ll128"):
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, getattr(self, name), "it must be true or false")
+        for name in ("nccl_env", "nccl_shell", "nccl_driver"):
+            pairs = getattr(self, name)
+            if pairs is None and name != "nccl_env":
+                continue
+            if not isinstance(pairs, (tuple, list)) or not all(isinstance(p, str) for p in pairs):
+                raise _bad(name, pairs, "it must be a list of NAME=VALUE")
+            object.__setattr__(self, name, tuple(pairs))
+        if self.nccl_profile is not None and not isinstance(self.nccl_profile, str):
+            raise _bad("nccl_profile", self.nccl_profile, "it must be the name of a profile")
+        if not self.nccl_force_ll128:
+            profiles.refuse_ll128(self.nccl_requests())
+
+    def nccl_requests(self) -> dict[str, profiles.Request]:
+        """NCCL variables that are asked for, and by whom."""
+        return profiles.requests(self.nccl_env, self.nccl_profile, self.nccl_shell or ())
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -121,11 +149,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     switch(f"{_PREFIX}observe", "Stock behaviour; count, time and explain it only.")
     switch(f"{_PREFIX}strict", "Refuse to start where the feature would otherwise be switched off.")
     switch(f"{_PREFIX}allow-untested", "Run on an SGLang release outside the tested list.")
+    add(
+        profiles.ENV_FLAG,
+        "Set for NCCL on every rank, over the shell; may be given again.",
+        action="extend",
+        nargs="+",
+        metavar="NAME=VALUE",
+    )
+    add(profiles.PROFILE_FLAG, f"Named NCCL values: {', '.join(profiles.PROFILES)}.")
+    switch(profiles.REAPPLY_FLAG, "Set again in the workers what SGLang overwrites for NCCL.")
+    switch(profiles.FORCE_FLAG, "Allow LL128 where NCCL would not use it; data may be corrupted.")
 
 
 def settings_from_args(args: argparse.Namespace) -> Settings | None:
     """Settings from parsed flags, or None without ``--enable-verify-graphs``."""
-    given = {name: value for name, value in vars(args).items() if name.startswith("verify_graph_")}
+    ours = ("verify_graph_", *map(_dest, profiles.FLAGS))
+    given = {name: value for name, value in vars(args).items() if name.startswith(ours)}
     if not getattr(args, _dest(FLAG), False):
         if used := [f"--{n.replace('_', '-')}" for n, v in given.items() if v not in (None, False)]:
             raise SettingsError(f"{used[0]} does nothing without {FLAG}; add {FLAG}")
@@ -138,12 +177,16 @@ def settings_from_args(args: argparse.Namespace) -> Settings | None:
         observe=get["observe"],
         strict=get["strict"],
         allow_untested=get["allow_untested"],
+        nccl_env=get["nccl_env"] or (),
+        nccl_profile=get["nccl_profile"],
+        nccl_reapply=get["nccl_reapply"],
+        nccl_force_ll128=get["nccl_force_ll128"],
     )
 
 
 def mentions_flags(argv: list[str]) -> bool:
     """Whether a command line needs our flags in its parser (``--config`` may hold them too)."""
-    names = (FLAG, _PREFIX, "--config", "--help")
+    names = (FLAG, _PREFIX, *profiles.FLAGS, "--config", "--help")
     return any(word == "-h" or word.startswith(names) for word in argv)
 
 
@@ -156,7 +199,8 @@ def _is_int(value: object) -> bool:
 
 
 def _bad(name: str, value: object, need: str) -> SettingsError:
-    return SettingsError(f"{_PREFIX}{name.replace('_', '-')} {value!r}: {need}")
+    prefix = "--" if name.startswith("nccl_") else _PREFIX
+    return SettingsError(f"{prefix}{name.replace('_', '-')} {value!r}: {need}")
 
 
 def _step_list(name: str, steps: Any, *, ordered: bool = False) -> tuple[int, ...]:

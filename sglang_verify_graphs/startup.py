@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -16,11 +18,15 @@ from sglang_verify_graphs.compat.releases import Release
 from sglang_verify_graphs.compat.twophase import build_workers
 from sglang_verify_graphs.controller import DraftStepsController
 from sglang_verify_graphs.errors import AttestationError, SettingsError, UnsupportedError
+from sglang_verify_graphs.nccl.proof import prove
 from sglang_verify_graphs.policy import FixedSteps, Policy, ScriptedSteps
-from sglang_verify_graphs.settings import Settings
+from sglang_verify_graphs.settings import FLAG, Settings
 from sglang_verify_graphs.support import EAGLE_WORKERS, ServerFacts, limits_of
 
 logger = logging.getLogger("sglang_verify_graphs")
+
+MEETING_SECONDS = 300.0
+"""Ranks meet after the model is loaded, where SGLang itself waits for all of them."""
 
 
 @dataclass
@@ -36,6 +42,8 @@ class Report:
     preflight: tuple[Row, ...] = ()
     """What is patched and called in this process, and whether it is as expected."""
     controller: DraftStepsController | None = None
+    nccl: dict[str, Any] | None = None
+    """What every rank's NCCL variables came to; None before they are collected."""
 
     def switch_off(self, why: str, *, strict: bool, log: bool = True) -> None:
         """One error line and stock behaviour, or no server under ``--verify-graph-strict``."""
@@ -55,6 +63,7 @@ class Report:
             "tested": self.tested,
             "ranks": self.ranks,
             "preflight": {row.name: str(row) for row in self.preflight},
+            "nccl": self.nccl,
         }
         if (run := self.controller) is not None:
             data |= {
@@ -82,19 +91,30 @@ def capture_verify_graphs(
     scheduler: Any, settings: Settings, release: Release, report: Report,
     stock_capture: Callable[[], None],
 ) -> None:  # fmt: skip
-    """Run ``Scheduler.init_all_cuda_graphs`` over the planned buckets, not the stock ladder."""
+    """Run ``Scheduler.init_all_cuda_graphs`` over the planned buckets, not the stock ladder.
+
+    What the NCCL variables came to is collected afterwards, whatever became of the graphs.
+    """
     report.sglang, report.tested = release.version, release.tested
     stock_capture = build_workers(release, scheduler, stock_capture)
     engine = engine_of(release, scheduler)
+    _meet(engine, settings)
+    _capture(engine, settings, report, stock_capture)
+    report.nccl = prove(engine, strict=settings.strict)
+
+
+def _capture(
+    engine: SGLangEngine, settings: Settings, report: Report, stock_capture: Callable[[], None]
+) -> None:
     try:
-        if scheduler.draft_worker is None:
+        if engine.worker is None:
             raise UnsupportedError(_no_speculation())
         facts = engine.server_facts()
         steps = _steps(facts, settings, report)
     except (UnsupportedError, SettingsError) as error:
         report.switch_off(str(error), strict=settings.strict, log=engine.tp_rank() == 0)
         stock_capture()
-        if scheduler.draft_worker is not None:
+        if engine.worker is not None:
             _observe(engine, report)
         return
     if report.reasons and engine.tp_rank() == 0:
@@ -193,6 +213,25 @@ def observing_controller(engine: SGLangEngine) -> DraftStepsController | None:
     engine.seat(controller)
     controller.install()
     return controller
+
+
+def _meet(engine: SGLangEngine, settings: Settings) -> None:
+    """No rank goes on before all are known to be here, started alike: the others would hang."""
+    own = replace(settings, nccl_shell=None, nccl_driver=None).to_json()
+    notes = engine.meet(json.dumps([socket.gethostname(), own]), MEETING_SECONDS)
+    missing = [str(rank) for rank, note in enumerate(notes) if note is None]
+    if missing:
+        raise AttestationError(
+            f"[verify-graphs] rank {', '.join(missing)} did not come within {MEETING_SECONDS:.0f} "
+            f"s: it runs without {FLAG}; start every node with the same flags"
+        )
+    for rank, note in enumerate(notes):
+        node, theirs = json.loads(note or "")
+        if theirs != own:
+            raise AttestationError(
+                f"[verify-graphs] rank {rank} on {node} was started with {theirs}, rank "
+                f"{engine.tp_rank()} with {own}; start every node with the same flags"
+            )
 
 
 def _attest(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 from sglang_verify_graphs.compat.releases import Release
@@ -209,6 +211,22 @@ class SchedulerFacts:
         found: list[Any] = [None] * size
         distributed.all_gather_object(found, value, group=self._cpu_group())
         return found
+
+    def meet(self, note: str, seconds: float) -> list[str | None]:
+        """``note`` of every TP rank, in rank order; None for one that does not come here in time.
+
+        Through the store of the process group, where a rank that is missing keeps nobody waiting
+        for ever, as it would in ``gather``.
+        """
+        if self.config("tp_size") == 1:
+            return [note]
+        group = module("sglang.srt.distributed.parallel_state").get_tp_group()
+        store = module("torch.distributed.distributed_c10d")._get_default_store()
+        keys = [f"verify_graphs/{rank}" for rank in group.ranks]
+        store.set(keys[group.rank_in_group], note)
+        with suppress(RuntimeError):  # it took too long
+            store.wait(keys, timedelta(seconds=seconds))
+        return [store.get(key).decode() if store.check([key]) else None for key in keys]
 
     def _cpu_group(self) -> Any:
         return module("sglang.srt.distributed.parallel_state").get_tp_group().cpu_group

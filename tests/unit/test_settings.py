@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import sglang_verify_graphs
 from sglang_verify_graphs.errors import SettingsError
+from sglang_verify_graphs.nccl.profiles import PROFILES
 from sglang_verify_graphs.settings import (
     ENV,
     Settings,
@@ -39,6 +40,12 @@ settings_strategy = st.builds(
     strict=st.booleans(),
     allow_untested=st.booleans(),
     script=st.lists(st.integers(0, 16), max_size=6),
+    nccl_env=st.lists(st.sampled_from(["NCCL_ALGO=Ring", "NCCL_PROTO=^LL128"]), max_size=2),
+    nccl_profile=st.none() | st.sampled_from(sorted(PROFILES)),
+    nccl_reapply=st.booleans(),
+    nccl_force_ll128=st.booleans(),
+    nccl_shell=st.none() | st.just(["NCCL_PROTO=LL"]),
+    nccl_driver=st.none() | st.just([]),
 )
 
 
@@ -54,6 +61,13 @@ class TestCarriers:
             (["--verify-graph-observe"], Settings(observe=True)),
             (["--verify-graph-strict"], Settings(strict=True)),
             (["--verify-graph-allow-untested"], Settings(allow_untested=True)),
+            (
+                ["--nccl-env", "NCCL_ALGO=Ring", "--nccl-env", "NCCL_PROTO=LL", "NCCL_DEBUG=WARN"],
+                Settings(nccl_env=("NCCL_ALGO=Ring", "NCCL_PROTO=LL", "NCCL_DEBUG=WARN")),
+            ),
+            (["--nccl-profile", "pcie-p2p"], Settings(nccl_profile="pcie-p2p")),
+            (["--nccl-reapply"], Settings(nccl_reapply=True)),
+            (["--nccl-force-ll128"], Settings(nccl_force_ll128=True)),
         ],
     )
     def test_flag(self, argv: list[str], expected: Settings) -> None:
@@ -77,12 +91,13 @@ class TestCarriers:
         parser = argparse.ArgumentParser()
         add_arguments(parser)
         flags = {
-            option.removeprefix("--verify-graph-").replace("-", "_")
+            option.removeprefix("--verify-graph-").removeprefix("--").replace("-", "_")
             for action in parser._actions
             for option in action.option_strings
-            if option.startswith("--verify-graph-")
+            if option.startswith(("--verify-graph-", "--nccl-"))
         }
-        assert flags == set(Settings.__dataclass_fields__) - {"script"}
+        carried = {"script", "nccl_shell", "nccl_driver"}
+        assert flags == set(Settings.__dataclass_fields__) - carried
 
     def test_every_flag_has_help(self) -> None:
         parser = argparse.ArgumentParser(prog="server")
@@ -129,6 +144,15 @@ BAD_FIELDS = [
     ("strict", "yes"),
     ("allow_untested", None),
     ("script", (-1,)),
+    ("nccl_env", "NCCL_ALGO=Ring"),
+    ("nccl_env", 5),
+    ("nccl_env", (5,)),
+    ("nccl_env", None),
+    ("nccl_shell", "NCCL_ALGO=Ring"),
+    ("nccl_driver", 5),
+    ("nccl_profile", ["pcie-p2p"]),
+    ("nccl_reapply", 1),
+    ("nccl_force_ll128", "yes"),
 ]
 
 
@@ -143,7 +167,8 @@ class TestBadValues:
     def test_field(self, name: str, value: object) -> None:
         with pytest.raises(SettingsError) as caught:
             Settings(**{name: value})
-        self.one_line(caught.value, f"--verify-graph-{name.replace('_', '-')}", repr(value))
+        prefix = "--" if name.startswith("nccl_") else "--verify-graph-"
+        self.one_line(caught.value, f"{prefix}{name.replace('_', '-')}", repr(value))
 
     @pytest.mark.parametrize(("name", "value"), BAD_FIELDS)
     def test_enable_changes_nothing(
@@ -165,6 +190,8 @@ class TestBadValues:
     def test_a_flag_without_the_switch(self) -> None:
         with pytest.raises(SettingsError, match=f"--verify-graph-strict does nothing.*add {ON}"):
             parse("--verify-graph-strict")
+        with pytest.raises(SettingsError, match=f"--nccl-env does nothing without.*add {ON}"):
+            parse("--nccl-env", "NCCL_ALGO=Ring")
 
     @pytest.mark.parametrize(
         ("text", "said"),
@@ -208,9 +235,13 @@ class TestFuzz:
         found = settings_or_line(lambda: Settings.from_json(text))
         assert found is None or Settings.from_json(found.to_json()) == found
 
-    @given(st.sampled_from(["steps", "max-batch", "memory-gb"]), st.text(max_size=12))
+    @given(
+        st.sampled_from([f"--verify-graph-{name}" for name in ("steps", "max-batch", "memory-gb")])
+        | st.sampled_from(["--nccl-env", "--nccl-profile", "--nccl-env=NCCL_PROTO"]),
+        st.text(max_size=12),
+    )
     def test_flags(self, flag: str, value: str) -> None:
-        found = settings_or_line(lambda: parse(ON, f"--verify-graph-{flag}={value}"))
+        found = settings_or_line(lambda: parse(ON, f"{flag}={value}"))
         assert found is None or Settings.from_json(found.to_json()) == found
 
 

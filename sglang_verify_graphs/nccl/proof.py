@@ -1,0 +1,142 @@
+"""Collects, on a live rank, what its NCCL variables came to, and has all ranks judged."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang_verify_graphs.compat.facts import SchedulerFacts
+from sglang_verify_graphs.compat.nccl import SGLANG_WRITES, NcclFacts, installed_version
+from sglang_verify_graphs.nccl import native, reach
+from sglang_verify_graphs.nccl.compare import mismatches
+from sglang_verify_graphs.nccl.evidence import SGLANG, SHELL, NcclLog, RankEvidence, Variable
+from sglang_verify_graphs.nccl.log import read_log
+from sglang_verify_graphs.nccl.status import RankStatus, judge, report
+
+logger = logging.getLogger("sglang_verify_graphs")
+
+
+def prove(engine: SchedulerFacts, *, strict: bool) -> dict[str, Any]:
+    """Exchange what every rank knows, judge it, say it in one line; what ``/server_info`` shows.
+
+    Ranks that differ are an error line each, and the end of a strict start.
+    """
+    ranks = judge(engine.gather(collect(engine)))
+    problems = [found.text for found in mismatches([ranks])]
+    if engine.tp_rank() == 0:
+        logger.info("[verify-graphs] NCCL %s", _summary(ranks))
+        for problem in problems:
+            logger.error("[verify-graphs] NCCL: %s", problem)
+    if problems and strict:
+        raise SystemExit(f"[verify-graphs] not started (--verify-graph-strict): {problems[0]}")
+    return report(ranks) | {"problems": problems}
+
+
+def _summary(ranks: Sequence[RankStatus]) -> str:
+    first = ranks[0]
+    asked = [
+        f"{name}={one.effective} ({one.source}): {one.status}"
+        for name, one in first.variables.items()
+        if one.requested is not None
+    ]
+    return (
+        f"{first.nccl_version or 'is not used'} on {len(ranks)} rank(s), of rank 0: "
+        f"{'; '.join(asked) or 'no variable was asked for'}"
+    )
+
+
+def collect(engine: SchedulerFacts) -> RankEvidence:
+    """What this rank knows; a failure is in it as its ``problem``, and never raised."""
+    rank, size = engine.tp_rank(), engine.config("tp_size")
+    nothing = RankEvidence(rank, size, socket.gethostname(), None, None, None, False)
+    try:
+        return _collect(nothing, NcclFacts(engine))
+    except Exception as error:  # a server that can serve does not end for want of a proof
+        return RankEvidence(
+            rank, size, nothing.node, None, None, None, False,
+            problem=f"{type(error).__name__}: {error}",
+        )  # fmt: skip
+    finally:
+        _forget_log()
+
+
+def variables(
+    state: reach.Worker, now: Mapping[str, str], python: Mapping[str, str]
+) -> tuple[Variable, ...]:
+    """Each variable that was asked for or is set, and where its value is from."""
+    names = {*state.requested, *reach.nccl_variables(now), *(state.first or ())}
+    found = []
+    for name in sorted(names - ({*reach.DEBUG, reach.DEBUG_FILE} if state.log else set())):
+        asked, value = state.requested.get(name), now.get(name)
+        found.append(
+            Variable(
+                name,
+                asked.value if asked else None,
+                value,
+                _source(name, state),
+                python.get(name),
+                late=state.first is not None and state.first.get(name) != value,
+                overwritten_by=state.overwritten.get(name),
+            )
+        )
+    return tuple(found)
+
+
+def _collect(known: RankEvidence, facts: NcclFacts) -> RankEvidence:
+    state, now = reach.worker, native.c_environment()
+    libraries = native.nccl_libraries(os.environ)
+    log = None
+    if facts.communicator_up and facts.on_gpu:
+        if state.log is not None:
+            facts.probe()
+        log = _read_log(state.log, libraries)
+    packaged = installed_version()
+    return RankEvidence(
+        known.rank,
+        known.world_size,
+        known.node,
+        native.library_version(libraries[0]) if libraries else None,
+        ", ".join(libraries) or None,
+        None if packaged is None else ".".join(map(str, packaged)),
+        facts.communicator_up,
+        variables(state, now, os.environ),
+        log,
+        facts.bypasses(),
+    )
+
+
+def _source(name: str, state: reach.Worker) -> str:
+    if name in state.requested:
+        return state.requested[name].source
+    return SGLANG if name in SGLANG_WRITES else SHELL
+
+
+def _read_log(path: Path | None, libraries: list[str]) -> NcclLog | None:
+    """What NCCL wrote on this rank, after it was told to write no more."""
+    if path is None:
+        return None
+    _stop_log(libraries)
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:
+        logs = read_log(stream)
+        return next((log for process, log in logs.items() if process.pid == os.getpid()), None)
+    return None
+
+
+def _stop_log(libraries: list[str]) -> None:
+    for name in (*reach.DEBUG, reach.DEBUG_FILE):
+        os.environ.pop(name, None)
+    for library in libraries:
+        native.reopen_log(library)
+
+
+def _forget_log() -> None:
+    path, reach.worker.log = reach.worker.log, None
+    if path is not None:
+        _stop_log(native.nccl_libraries(os.environ))
+        shutil.rmtree(path.parent, ignore_errors=True)
