@@ -30,6 +30,7 @@ from serving.models import Model, dummy_pair, real_pair, write_prompts  # noqa: 
 from serving.results import Results, table  # noqa: E402
 
 from sglang_verify_graphs.buckets import batch_ladder  # noqa: E402
+from sglang_verify_graphs.compat.releases import resolve_release, sglang_version  # noqa: E402
 
 EXAMPLE = ROOT / "examples" / "smollm2-135m-eagle3"
 SPARE = 15
@@ -99,10 +100,12 @@ def _matrix(arguments: argparse.Namespace, scale: Scale, state: Path) -> Matrix:
             "llama-8b", state / "models", layers=32, hidden=4096, heads=32, kv_heads=8,
             inner=14336, vocab=32000, context=16384,
         )  # fmt: skip
+    release = resolve_release(sglang_version(), allow_untested=True)
+    steps = tuple(range(0 if release.zero_steps else 1, STEPS + 1))
     adaptive = state / "adaptive.json"
-    adaptive.write_text(json.dumps({"1": {"candidate_steps": list(range(STEPS + 1))}}))
+    adaptive.write_text(json.dumps({"1": {"candidate_steps": list(steps)}}))
     return Matrix(
-        scale, real, dummy, batch_ladder(scale.max_batch), adaptive, tuple(arguments.only)
+        scale, real, dummy, batch_ladder(scale.max_batch), adaptive, steps, tuple(arguments.only)
     )
 
 
@@ -283,7 +286,7 @@ class Benchmark:
             "attention": configuration.attention,
             "model": configuration.model.name,
             "source": "probe",
-            "draft_steps": f"0-{STEPS}" if several else STEPS,
+            "draft_steps": f"{self._matrix.steps[0]}-{STEPS}" if several else STEPS,
             "ladder": ladder,
             "batches": len(ladder),
             "boot_seconds": round(engine.booted_in, 1),

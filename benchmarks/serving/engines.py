@@ -9,7 +9,6 @@ the end of that log.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import select
@@ -31,6 +30,21 @@ HERE = Path(__file__).resolve().parent
 TAIL = 4000
 RELEASE = 0.5
 """Seconds in which the driver takes back the memory of a killed process."""
+SITE = """\
+import os
+from wrapt import register_post_import_hook
+os.environ.get("SGLANG_VERIFY_GRAPHS") and __import__("sglang_verify_graphs.bootstrap")
+register_post_import_hook("serving.probe:load", "sglang.srt.managers.scheduler")
+"""
+"""``sitecustomize`` of an engine's processes: a road for the probe on releases without plugins too,
+and for the package in a bare checkout, as its ``.pth`` is where it is installed."""
+OLDER_NAMES = {
+    "cuda_graph_bs_decode": "cuda_graph_bs",
+    "cuda_graph_max_bs_decode": "cuda_graph_max_bs",
+    "cuda_graph_bs_prefill": "piecewise_cuda_graph_tokens",
+    "disable_prefill_cuda_graph": "disable_piecewise_cuda_graph",
+}
+"""Arguments of SGLang before its runner package."""
 
 
 class EngineFailed(RuntimeError):
@@ -142,18 +156,14 @@ class EngineProcess:
         os.close(child)
 
     def _environment(self) -> dict[str, str]:
-        """The probe is found as an installed plugin would be: by a ``dist-info`` on the path."""
-        info = self.folder / "plugin" / "serve_probe-0.0.dist-info"
-        info.mkdir(parents=True, exist_ok=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: serve-probe\nVersion: 0.0\n")
-        entries = ["[sglang.srt.plugins]", "serve_probe = serving.probe:load"]
-        if not _package_is_installed():
-            entries.append("verify_graphs = sglang_verify_graphs.plugin:load")
-        (info / "entry_points.txt").write_text("\n".join(entries) + "\n")
+        """The probe and the package come by ``sitecustomize``, on every release alike."""
+        site = self.folder / "site"
+        site.mkdir(parents=True, exist_ok=True)
+        (site / "sitecustomize.py").write_text(SITE)
         env = dict(os.environ) | (self.spec.env or {})
         for name in ("SGLANG_VERIFY_GRAPHS", "SGLANG_PLUGINS"):
             env.pop(name, None)
-        paths = [str(path) for path in (info.parent, *HERE.parents[:2])]
+        paths = [str(path) for path in (site, *HERE.parents[:2])]
         if before := env.get("PYTHONPATH"):
             paths.append(before)
         env["PYTHONPATH"] = os.pathsep.join(paths)
@@ -252,15 +262,6 @@ class EngineProcess:
         return EngineFailed(self.spec.role, what, self.log_tail())
 
 
-def _package_is_installed() -> bool:
-    """In a bare checkout SGLang finds no plugin of ours; the probe's ``dist-info`` names it."""
-    try:
-        importlib.metadata.distribution("sglang-verify-graphs")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
 # -- child -----------------------------------------------------------------------------------------
 
 
@@ -274,9 +275,10 @@ class Child:
             import sglang_verify_graphs
 
             sglang_verify_graphs.enable(**spec["settings"])
-        import sglang
+        from sglang.srt.entrypoints.engine import Engine
+        from sglang.srt.server_args import ServerArgs
 
-        self._engine = sglang.Engine(**spec["args"])
+        self._engine = Engine(**_by_its_names(ServerArgs, spec["args"]))
         self._prompts: dict[str, list[list[int]]] = {}
 
     def state(self) -> dict[str, Any]:
@@ -318,7 +320,7 @@ class Child:
         return {
             "tokens": [list(chunk["output_ids"])[:max_new_tokens] for chunk in final],
             "rounds": [meta.get("spec_verify_ct", 0) for meta in metas],
-            "accepted": [meta.get("spec_correct_drafts_histogram") or [] for meta in metas],
+            "accepted": [_accepted(meta) for meta in metas],
             "seconds": ended - started,
             "decode_seconds": max(ended - max(first), 1e-6),
             "first_spread": max(first) - min(first),
@@ -328,6 +330,19 @@ class Child:
         if prompts not in self._prompts:
             self._prompts[prompts] = json.loads(Path(prompts).read_text())
         return [self._prompts[prompts][row] for row in rows]
+
+
+def _by_its_names(server_args: Any, args: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as this release calls them."""
+    return {
+        name if hasattr(server_args, name) else OLDER_NAMES.get(name, name): value
+        for name, value in args.items()
+    }
+
+
+def _accepted(meta: dict[str, Any]) -> list[int]:
+    """Rounds by accepted drafts; 0.5.9 and 0.5.10 have the second name alone."""
+    return meta.get("spec_correct_drafts_histogram") or meta.get("spec_accept_histogram") or []
 
 
 def _greedy(max_new_tokens: int) -> dict[str, Any]:

@@ -145,7 +145,7 @@ SMOKE = Scale(
     dummy_kv_tokens=2048,
     prefill_ladder=(32,),
     default_ladder=(1, 2, 3, 6),
-    boot_timeout=120,
+    boot_timeout=400,
     switches=200,
 )
 
@@ -159,6 +159,8 @@ class Matrix:
     dummy: Model
     planned_ladder: tuple[int, ...]
     adaptive_config: Path
+    steps: tuple[int, ...]
+    """Step counts that the release can verify."""
     chosen: tuple[str, ...] = field(default=())
 
     def __iter__(self) -> Iterator[Configuration]:

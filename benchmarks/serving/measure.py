@@ -192,6 +192,11 @@ class Session:
                 flush=True,
             )
 
+    def _narrower(self) -> list[int]:
+        """Step counts besides the configured one that the package serves on this release."""
+        plan = self.states[VERIFY]["verify_graphs"]["plan"]
+        return sorted(int(steps) for steps in plan if int(steps) < STEPS)
+
     def _present(self, *roles: str) -> list[str]:
         return [role for role in roles if role in self.engines]
 
@@ -207,7 +212,7 @@ class Session:
     def _pinned(self, task: Task) -> None:
         """Verify-graphs with each narrower step count pinned, in the same engine."""
         engine = self.engines[VERIFY]
-        for steps in reversed(range(STEPS)):
+        for steps in reversed(self._narrower()):
             engine.command("steps", script=[steps])
             for batch in task.batches:
                 self._check_time()
@@ -268,8 +273,11 @@ class Session:
             [(stock[size], plan[size]) for size in task.batches],
             {"same_bucket": [_identical(plan[size], ours[size]) for size in task.batches]},
         )
+        if not (narrower := self._narrower()):
+            return
+        script_of_all = [steps for steps in SCRIPT if steps in (*narrower, STEPS)]
         narrow, engine = [], self.engines[VERIFY]
-        for script in ([0], [1], [2], list(SCRIPT)):
+        for script in (*([steps] for steps in narrower), script_of_all):
             engine.command("steps", script=script)
             self._check_time()
             before = self._counts(VERIFY)
@@ -280,7 +288,7 @@ class Session:
             narrow.append((reference, sample.tokens))
         engine.command("steps", script=[STEPS])
         control = [(reference, one_step)]
-        self._divergences("steps", judge, narrow, control, {"script": list(SCRIPT)})
+        self._divergences("steps", judge, narrow, control, {"script": script_of_all})
 
     def _in_groups(self, role: str, task: Task, count: int, size: int) -> Tokens:
         tokens: Tokens = []

@@ -77,7 +77,10 @@ def dummy_pair(
         False,
         vocab,
         {"load_format": "dummy", "speculative_draft_load_format": "dummy"},
-        {"SGLANG_SIMULATE_ACC_LEN": str(SIMULATED_ACCEPT_LENGTH)},
+        {
+            "SGLANG_SIMULATE_ACC_LEN": str(SIMULATED_ACCEPT_LENGTH),
+            "SGLANG_SIMULATE_ACC_METHOD": "match-expected",  # the default since 0.5.11
+        },
     )
 
 

@@ -1,4 +1,4 @@
-"""Runs inside every benchmarked engine, stock and patched alike, as a plugin of SGLang.
+"""Runs inside every benchmarked engine, stock and patched alike.
 
 It holds the scheduler back until the benchmark says go (so that one engine at a time uses the GPU
 while it loads and captures), measures the whole graph capture in the same way for every engine, and
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import json
 import mmap
 import os
@@ -16,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +25,18 @@ FOLDER = "SERVE_BENCHMARK_FOLDER"
 """Environment variable: the folder through which benchmark and engine talk."""
 GO, COMMAND = "go", "command.json"
 
+PARTS = (
+    ("sglang.srt.model_executor.model_runner", "ModelRunner", "init_device_graphs"),
+    ("sglang.srt.speculative.eagle_worker", "EAGLEWorker", "init_cuda_graphs"),
+    ("sglang.srt.speculative.eagle_worker_v2", "EagleDraftWorker", "init_cuda_graphs"),
+    ("sglang.srt.speculative.eagle_worker_v2", "EAGLEWorkerV2", "build_adaptive_runtime_state"),
+)
+"""Who captures in the releases whose scheduler has no ``init_all_cuda_graphs``."""
 
-def load() -> None:
-    """Entry point ``sglang.srt.plugins``."""
-    module = sys.modules.get("sglang.srt.managers.scheduler")
-    if module is None or FOLDER not in os.environ:
-        return
+
+def load(module: Any) -> None:
+    """Called when SGLang has imported ``managers.scheduler``."""
     initialise = module.Scheduler.__init__
-    if hasattr(initialise, "__wrapped__"):
-        return
     folder = Path(os.environ[FOLDER])
 
     @functools.wraps(initialise)
@@ -39,7 +44,10 @@ def load() -> None:
         _wait_for(folder / GO)
         probe = Probe(self, folder)
         # Instance attributes: whatever the class holds by now, ours or stock, is what they call.
-        self.init_all_cuda_graphs = probe.timed(self.init_all_cuda_graphs)
+        if hasattr(self, "init_all_cuda_graphs"):
+            self.init_all_cuda_graphs = probe.timed(self.init_all_cuda_graphs)
+        else:
+            probe.time_parts()
         self.run_batch = probe.dated(self.run_batch)
         self.get_internal_state = probe.answering(self.get_internal_state)
         initialise(self, *args, **kwargs)
@@ -91,6 +99,7 @@ class Probe:
         self._scheduler = scheduler
         self._folder = folder
         self._capture: dict[str, float | None] = {}
+        self._capturing = False
         self._hook: Any = None
         self._logits: list[list[tuple[list[int], list[float]]]] = []
         self._gate: GateTimer | None = None
@@ -106,17 +115,37 @@ class Probe:
 
         return run
 
-    def timed(self, capture: Callable[[], None]) -> Callable[[], None]:
-        def measured() -> None:
+    def time_parts(self) -> None:
+        for name, owner, method in PARTS:
+            if find_spec(name) is not None:
+                one = getattr(importlib.import_module(name), owner)
+                if hasattr(one, method):
+                    setattr(one, method, self.timed(getattr(one, method)))
+
+    def timed(self, capture: Callable[..., Any]) -> Callable[..., Any]:
+        """Adds what a capture takes to the sum; a part within a part counts once."""
+
+        @functools.wraps(capture)
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            if self._capturing:
+                return capture(*args, **kwargs)
+            self._capturing = True
             before, started = _memory(), time.perf_counter()
-            capture()
+            try:
+                result = capture(*args, **kwargs)
+            finally:
+                self._capturing = False
             _synchronize()
-            seconds, after = time.perf_counter() - started, _memory()
-            self._capture = {"seconds": round(seconds, 3)} | {
-                name: None if None in (before[name], after[name])
-                else round(after[name] - before[name], 4)
+            taken = {"seconds": time.perf_counter() - started}
+            after = _memory()
+            taken |= {
+                name: None if None in (before[name], after[name]) else after[name] - before[name]
                 for name in after
-            }  # fmt: skip
+            }
+            for name, value in taken.items():
+                sofar = self._capture.get(name, 0.0)
+                self._capture[name] = None if None in (sofar, value) else round(sofar + value, 4)
+            return result
 
         return measured
 
@@ -130,8 +159,8 @@ class Probe:
 
     def _facts(self) -> dict[str, Any]:
         runner = self._scheduler.tp_worker.model_runner
-        graphs = getattr(runner, "decode_cuda_graph_runner", None)
-        prefill = getattr(runner, "prefill_cuda_graph_runner", None)
+        graphs = _first(runner, "decode_cuda_graph_runner", "graph_runner")
+        prefill = _first(runner, "prefill_cuda_graph_runner", "piecewise_cuda_graph_runner")
         return {
             "capture": self._capture,
             "ladder": [int(b) for b in getattr(graphs, "capture_bs", None) or []],
@@ -274,6 +303,11 @@ class GateTimer:
             "gate_us": _microseconds(alone),
             "decision_with_stock_check_us": _microseconds(self._samples),
         }
+
+
+def _first(owner: Any, *names: str) -> Any:
+    """The attribute by the first of its names, which differ from release to release."""
+    return next((getattr(owner, name) for name in names if hasattr(owner, name)), None)
 
 
 def _microseconds(nanoseconds: list[int]) -> dict[str, float]:

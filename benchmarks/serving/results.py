@@ -24,9 +24,10 @@ NOTES = {
     "process_ratios": "a second process of the same engine over the first, pair by pair",
     "ratio": "verify-graphs over stock, pair by pair; within a pair the engines take several "
     "turns, the order turned round each time",
-    "capture": "one probe for all engines around Scheduler.init_all_cuda_graphs, one engine at a "
-    "time; gb is what the device lost, process_gb what the driver counts for the process and "
-    "reserved_gb what torch does; source 'report' is the package's own figure of one width",
+    "capture": "one probe for all engines around Scheduler.init_all_cuda_graphs (up to 0.5.13: "
+    "the sum of what each worker captures while it is built), one engine at a time; gb is what the "
+    "device lost, process_gb what the driver counts for the process and reserved_gb what torch "
+    "does; source 'report' is the package's own figure of one width",
     "divergence": "first token of a request that differs from stock's (across steps: at the "
     "largest batch; across buckets: in the same batch); unexplained unless both tokens' logits lie "
     "within 4 bf16 ulp of the largest, as stock computes them in prefill; -1 in gaps_ulp: one of "
