@@ -69,7 +69,7 @@ class Scale:
 def scale(smoke: bool, world: int) -> Scale:
     if smoke:
         return Scale("cpu", world, (64,), (1, 4), 4, 2, 3, 500)
-    return Scale("cuda", world, (4096, 7168), (1, 2, 4, 8, 16, 32), 32, 10, 9, 120)
+    return Scale("cuda", world, (4096, 7168), (1, 2, 4, 8, 16, 32), 32, 10, 9, 160)
 
 
 # -- a rank ----------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ from serving.models import Model, dummy_pair, write_prompts  # noqa: E402
 from serving.ranks import FOLDER, NAME  # noqa: E402
 
 STOCK, OURS = "stock", "verify-graphs"
-PARTS = {"allreduce": 90.0, "captured_graph": 40.0, "serve": 160.0}
+PARTS = {"allreduce": 110.0, "captured_graph": 40.0, "serve": 150.0}
 """Seconds that each may need; a part that would not fit is not started."""
 STEPS, BATCHES, PROMPT = 3, (1, 2, 4, 8), 64
 ROUNDS, NEW_TOKENS = 5, 64
@@ -55,7 +55,8 @@ class Server:
         self.folder = folder / role
         self.folder.mkdir(parents=True, exist_ok=True)
         self.url, self._role, self._log = f"http://127.0.0.1:{port}", role, self.folder / "log.txt"
-        command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port), *arguments]
+        ports = ["--port", str(port), "--nccl-port", str(port + 500)]
+        command = [sys.executable, "-m", "sglang.launch_server", *ports, *arguments]
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
                 command,
@@ -137,7 +138,7 @@ def serve(sizes: Scale, nccl: list[str], attention: str, state: Path, port: int)
     smoke = sizes.device == "cpu"
     model = _model(smoke, state)
     common = _arguments(model, smoke, sizes.world, attention)
-    ours = [*common, "--enable-verify-graphs", "--verify-graph-strict"]
+    ours = [*common, "--enable-verify-graphs"]
     # One width: another would choose other kernels, and equal tokens would be luck.
     ours += ["--verify-graph-steps", str(STEPS), *nccl]
     servers: dict[str, Server] = {}
