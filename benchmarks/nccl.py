@@ -36,7 +36,7 @@ from allreduce import (  # noqa: E402
     settings,
     table,
 )
-from serve import _header  # noqa: E402
+from serve import run_header  # noqa: E402
 from serving.models import Model, dummy_pair, write_prompts  # noqa: E402
 from serving.ranks import FOLDER, NAME  # noqa: E402
 
@@ -307,7 +307,7 @@ def main() -> None:
         sys.path.insert(0, str(STANDINS))
     state: Path = arguments.state.resolve()
     state.mkdir(parents=True, exist_ok=True)
-    header = _header(arguments.smoke)
+    header = run_header(arguments.smoke)
     sizes = scale(arguments.smoke, arguments.world)
     path = state / f"nccl-{header['slug']}x{sizes.world}-{header['sglang']}.json"
     data: dict[str, Any] = header | {"done": [], "failed": {}}

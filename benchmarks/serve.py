@@ -51,7 +51,7 @@ def main() -> None:
         from tests.engine.worker import engine_env
 
         os.environ.update(engine_env(graphs=True))
-    header = _header(arguments.smoke)
+    header = run_header(arguments.smoke)
     name = f"serve-{header['slug']}-{header['sglang']}.json"
     if arguments.copy_to is not None:
         arguments.copy_to.mkdir(parents=True, exist_ok=True)
@@ -123,7 +123,8 @@ def _tiny_models(state: Path, *, build: bool) -> tuple[Model, Model]:
     return real_pair("tiny", pair.target, pair.draft), dummy
 
 
-def _header(smoke: bool) -> dict[str, Any]:
+def run_header(smoke: bool) -> dict[str, Any]:
+    """Releases, device and command line of a run; ``slug`` is the device in file names."""
     device = "cpu"
     if not smoke:
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
