@@ -134,11 +134,24 @@ class Acceptance:
             min(1.0 + draft_steps, value + math.sqrt(above)),
         )  # fmt: skip
 
-    def most(self, draft_steps: int) -> float:
-        """The most that ``draft_steps`` may accept by what is known; unknown positions may be 1."""
-        length, reached = 1.0, 1.0
-        for position in range(1, draft_steps + 1):
-            known = self.probability(position)
-            reached *= known.high if known is not None else 1.0
-            length += reached
-        return length
+    def expected(self) -> list[tuple[float | None, float]]:
+        """Accept length of 0, 1, 2, ... steps, and the most that it may be.
+
+        The first is ``None`` from the first unknown position on; the second takes an unknown draft
+        to be as likely as the one before it may be.
+        """
+        found: list[tuple[float | None, float]] = [(1.0, 1.0)]
+        value: float | None = 1.0
+        most = reached = reached_at_most = high = 1.0
+        for position in range(1, len(self._positions) + 1):
+            p = self.probability(position)
+            if p is None or value is None:
+                value = None
+            else:
+                reached *= p.value
+                value += reached
+            high = p.high if p else high
+            reached_at_most *= high
+            most += reached_at_most
+            found.append((value, most))
+        return found
