@@ -21,15 +21,15 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from sglang_verify_graphs.buckets import format_ranges
 from sglang_verify_graphs.errors import EvidenceError
-from sglang_verify_graphs.nccl.compare import Mismatch, mismatches, places, show, where
+from sglang_verify_graphs.nccl.compare import Mismatch, Place, mismatches, places, show, where
 from sglang_verify_graphs.nccl.evidence import decode
 from sglang_verify_graphs.nccl.status import RankStatus, hide
 
 _KEY = "SGLANG_API_KEY"
 _SECONDS, _BYTES = 30, 32 << 20
 """Bounds of an answer."""
-_WIDTH = 48
-"""Characters of a cell; the last of a row, its evidence, has eight times as many."""
+_WIDTH = 96
+"""Characters of a cell; the last of a row, its evidence, has four times as many."""
 _TITLES = ("", "node", "rank", "variable", "requested", "effective", "source", "status", "evidence")
 
 _Groups = Sequence[Sequence[RankStatus]]
@@ -142,10 +142,12 @@ def groups_of(info: Any) -> list[tuple[RankStatus, ...]]:
 def _lines(groups: _Groups, found: Sequence[Mismatch]) -> Iterator[str]:
     ranks = places(groups)
     odd = {(place, m.what) for m in found for place in m.places}
-    libraries: dict[str, list[Any]] = {}
+    libraries: dict[str, list[Place]] = {}
     rows: dict[tuple[str, ...], list[int]] = {}
     for place, rank in ranks.items():
-        text = f"NCCL {rank.nccl_version} ({rank.library}, installed {rank.packaged_version})"
+        text = "no NCCL is loaded"
+        if rank.library is not None:
+            text = f"NCCL {rank.nccl_version} ({rank.library}, installed {rank.packaged_version})"
         libraries.setdefault(text, []).append(place)
         for name, v in rank.variables.items():
             row: tuple[str, ...] = (
@@ -161,7 +163,7 @@ def _lines(groups: _Groups, found: Sequence[Mismatch]) -> Iterator[str]:
     widths = [min(_WIDTH, max(len(row[at]) for row in table)) for at in range(len(_TITLES) - 1)]
     for row in table:
         cells = (f"{cell[:w]:<{w}}" for cell, w in zip(row, widths, strict=False))
-        yield "  ".join((*cells, row[-1][: 8 * _WIDTH])).rstrip()
+        yield "  ".join((*cells, row[-1][: 4 * _WIDTH])).rstrip()
     for mismatch in found:
         yield f"mismatch: {mismatch.text}"
     if not found:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_verify_graphs.cli import main, ranks
-from sglang_verify_graphs.nccl.evidence import RankEvidence
+from sglang_verify_graphs.nccl.evidence import Bypass, RankEvidence
 from sglang_verify_graphs.nccl.status import judge, report
 from tests.unit.test_nccl_status import LARGE, asked, evidence, log_of
 
@@ -95,6 +95,26 @@ def test_a_rank_that_differs_is_marked(server: Server, capsys: pytest.CaptureFix
     marked = [line.split()[1:5] for line in lines if line.startswith("!")]
     assert marked == [["beta", "1", "NCCL_PROTO", "Simple"]]
     assert "mismatch: NCCL_PROTO differs: LL on rank 0 (alpha); Simple on rank 1 (beta)" in lines
+
+
+def test_what_goes_past_nccl(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    server.holds(
+        [replace(rank, bypasses=(Bypass("MSCCL++", 1 << 25),)) for rank in (FIRST, SECOND)]
+    )
+    assert run(server) == 0
+    assert "bypassed by MSCCL++ (AllReduce below 33554432 bytes)" in capsys.readouterr().out
+
+
+def test_a_server_without_nccl(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    """One rank, or the CPU: what was asked for is set, and no more can be said."""
+    none = replace(
+        FIRST, world_size=1, library=None, nccl_version=None, communicator_up=False, log=None
+    )
+    server.holds([none])
+    assert run(server) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "no NCCL is loaded on rank 0 (alpha)"
+    assert "no communicator is up yet" in lines[2]
 
 
 def test_a_rank_that_is_missing(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
