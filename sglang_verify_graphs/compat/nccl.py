@@ -38,10 +38,10 @@ SGLANG_WRITES = {
 }
 """Variables that SGLang writes in the launcher, and when."""
 
-# Attribute of the group, its question about a tensor, its largest size in bytes; all releases that
-# have them (distributed/parallel_state.py, _resolve_outplace_all_reduce_method in 0.5.23:949).
+# Attribute of the group, its question about a tensor, its largest size in bytes where it has one
+# (distributed/parallel_state.py; _resolve_outplace_all_reduce_method in 0.5.23:949).
 _SYMMETRIC = "should_torch_symm_mem_allreduce"
-_PATHS = (
+PATHS = (
     ("custom all-reduce", "ca_comm", "should_custom_ar", "max_size"),
     ("PCIe IPC all-reduce", "pcie_ipc_comm", "should_pcie_ipc_ar", "max_numel"),
     ("quick all-reduce", "qr_comm", "should_quick_allreduce", "qr_max_size"),
@@ -49,7 +49,7 @@ _PATHS = (
     ("torch symmetric memory", "torch_symm_mem_comm", _SYMMETRIC, "max_size"),
 )
 # layers/communicator.py to 0.5.20; 0.5.21 keeps the name, 0.5.22 renames it.
-_FUSION = (
+FUSION = (
     (f"{_SRT}.layers.layer_boundary.residual.add_norm", "flashinfer_ar_fusion_applies"),
     (f"{_SRT}.layers.layer_boundary.residual.add_norm", "apply_flashinfer_allreduce_fusion"),
     (f"{_SRT}.layers.communicator", "apply_flashinfer_allreduce_fusion"),
@@ -80,7 +80,7 @@ class NcclFacts:
         self.group = module(f"{_SRT}.distributed.parallel_state").get_tp_group()
         config = facts.model_runner.model_config
         self._hidden, self._dtype = int(config.hidden_size), config.dtype
-        self.on_gpu = self.group.device.type == "cuda"
+        self._on_gpu = self.group.device.type == "cuda"
 
     @property
     def communicator_up(self) -> bool:
@@ -101,6 +101,8 @@ class NcclFacts:
         ``torch.distributed`` carries what runs eager, SGLang's own communicator what is captured.
         """
         torch, own = module("torch"), self.group.pynccl_comm
+        if not self._on_gpu:
+            return
         for tokens in self.message_tokens():
             data = torch.zeros(tokens, self._hidden, dtype=self._dtype, device=self.group.device)
             torch.distributed.all_reduce(data, group=self.group.device_group)
@@ -114,17 +116,17 @@ class NcclFacts:
         return tuple(self._bypasses())
 
     def _bypasses(self) -> Iterator[Bypass]:
-        if not self.on_gpu:
+        if not self._on_gpu:
             return
         one = module("torch").zeros(1, self._hidden, dtype=self._dtype, device=self.group.device)
-        for path, attribute, question, largest in _PATHS:
+        for path, attribute, question, largest in PATHS:
             found = getattr(self.group, attribute, None)
             if found is None or getattr(found, "disabled", False):
                 continue
             if getattr(found, question)(one):
                 unit = one.element_size() if largest == "max_numel" else 1
                 yield Bypass(path, int(getattr(found, largest, one.nbytes)) * unit + 1)
-        for name, function in _FUSION:
+        for name, function in FUSION:
             try:
                 where = module(name)
                 applies = getattr(where, function)
