@@ -313,8 +313,18 @@ def main() -> None:
     data: dict[str, Any] = header | {"done": [], "failed": {}}
     if arguments.resume and path.exists():
         data = json.loads(path.read_text()) | header | {"failed": {}}
+    try:
+        _run_parts(data, arguments, sizes, path, started + arguments.budget)
+    finally:
+        print(_summary(data))
+        print(f"results: {path}")
+
+
+def _run_parts(
+    data: dict[str, Any], arguments: argparse.Namespace, sizes: Scale, path: Path, deadline: float
+) -> None:
     for part, needs in PARTS.items():
-        left = arguments.budget - (time.monotonic() - started)
+        left = deadline - time.monotonic()
         if part in data["done"] or part not in arguments.only:
             continue
         if not arguments.smoke and needs > left:
@@ -324,19 +334,17 @@ def main() -> None:
         try:
             if part == "allreduce":
                 chosen = settings(arguments.setting, smoke=arguments.smoke)
-                data |= measure(sizes, chosen, state / "allreduce")
+                data |= measure(sizes, chosen, path.parent / "allreduce")
             elif part == "captured_graph":
-                data[part] = captured_graph(sizes, state / "captured")
+                data[part] = captured_graph(sizes, path.parent / "captured")
             else:
                 flags = arguments.nccl.split()
-                data |= serve(sizes, flags, arguments.attention, state, arguments.port)
+                data |= serve(sizes, flags, arguments.attention, path.parent, arguments.port)
             data["done"].append(part)
         except Exception as error:
             data["failed"][part] = traceback.format_exc()[-4000:]
             print(f"FAILED {part}: {error}", flush=True)
         _write(path, data)
-    print(_summary(data))
-    print(f"results: {path}")
 
 
 def _summary(data: Mapping[str, Any]) -> str:
