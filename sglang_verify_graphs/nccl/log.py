@@ -15,14 +15,14 @@ from typing import BinaryIO, NamedTuple, TypeVar
 from sglang_verify_graphs.nccl.evidence import Choice, NcclLog
 
 _LINE = 4096
-"""Bytes of a line that are looked at; NCCL formats into 1,024 (src/debug.cc:292)."""
+"""Bytes of a line that are looked at; NCCL formats into 1,024 (src/debug.cc:309)."""
 _PROCESSES, _VARIABLES, _CHOICES, _TRANSPORTS = 256, 512, 4096, 64
 """Distinct entries that are kept."""
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
-# src/debug.cc:351-370; a WARN has its place in the source between the device and the level.
+# src/debug.cc:352-366; a WARN has its place in the source between the device and the level.
 _ORIGIN = re.compile(
     r"(?:^|\s)([^\s:]+):(\d{1,10}):\d{1,10} \[-?\d{1,10}\] "
     r"(?:\S+ (?:\(\S*\) )?)?NCCL (?:INFO|WARN) "

@@ -27,7 +27,7 @@ OVERRIDDEN, BYPASSED = "overridden by ", "bypassed by "
 LATE = "set, ignored: communicator already up"
 
 _SILENT = ("NCCL_DEBUG", "NCCL_CONF_FILE", "NCCL_WARN_ENABLE", "NCCL_NO_CACHE", "NCCL_SET_THREAD")
-"""Beginnings of names that NCCL reads without a line (src/misc/param.cc:53, src/debug.cc:39-160;
+"""Beginnings of names that NCCL reads without a line (src/misc/param.cc:54, src/debug.cc:41-218;
 ``DEFINE_NCCL_PARAM`` at v2.30.7-1), as it does ``NCCL_NET`` (src/init.cc:1544)."""
 
 _INSIDE = {"Symmetric": "NCCL's symmetric memory kernels", "Copy Engine": "copy engines"}
