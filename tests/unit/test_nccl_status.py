@@ -307,6 +307,12 @@ class TestAnyEvidence:
         with pytest.raises(EvidenceError, match="does not have the shape of"):
             RankEvidence.from_dict(data)
 
+    def test_a_field_too_many_or_too_few_is_an_error(self) -> None:
+        good = evidence().as_dict()
+        for wrong in (good | {"other": 1}, {k: v for k, v in good.items() if k != "node"}):
+            with pytest.raises(EvidenceError):
+                RankEvidence.from_dict(wrong)
+
     @given(st.data())
     def test_one_wrong_field_is_an_error(self, data: st.DataObject) -> None:
         good = evidence(asked("NCCL_PROTO"), log=log_of(LARGE, NCCL_PROTO="LL")).as_dict()
