@@ -57,6 +57,7 @@ class Server:
         self.url, self._role, self._log = f"http://127.0.0.1:{port}", role, self.folder / "log.txt"
         ports = ["--port", str(port), "--nccl-port", str(port + 500)]
         command = [sys.executable, "-m", "sglang.launch_server", *ports, *arguments]
+        self._started = time.monotonic()
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
                 command,
@@ -67,14 +68,13 @@ class Server:
             )
 
     def wait(self, seconds: float) -> float:
-        """Seconds until it serves."""
-        started = time.monotonic()
-        while time.monotonic() - started < seconds:
+        """Seconds from its start until it served, or was first asked."""
+        while time.monotonic() - self._started < seconds:
             if self._process.poll() is not None:
                 raise RuntimeError(f"{self._role} ended\n{self.log()[-3000:]}")
             with contextlib.suppress(OSError):
                 self.ask("/health_generate")
-                return round(time.monotonic() - started, 1)
+                return round(time.monotonic() - self._started, 1)
             time.sleep(0.5)
         raise RuntimeError(f"{self._role} is not up after {seconds:.0f} s\n{self.log()[-3000:]}")
 
