@@ -13,7 +13,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 read -ra full <<<"${FULL:-0.5.17 0.5.20 0.5.23}"
-read -ra short <<<"${SHORT:-0.5.16:0.5.17 0.5.18:0.5.17 0.5.19:0.5.17 0.5.21:0.5.20 0.5.22:0.5.23}"
+read -ra short <<<"${SHORT:-0.5.13.post1:0.5.17 0.5.14:0.5.17 0.5.15.post1:0.5.17 0.5.16:0.5.17 0.5.18:0.5.17 0.5.19:0.5.17 0.5.21:0.5.20 0.5.22:0.5.23}"
 read -ra interpreter <<<"${INTERPRETER:-0.5.9 0.5.10.post1 0.5.12.post1}"
 parts=" ${*:-contract full short interpreter} "
 newest=.venvs/${full[-1]}/bin/python

@@ -38,7 +38,7 @@ class EngineConfig:
             "model_path": self.target,
             "device": "cpu",
             "dtype": "float32",
-            "attention_backend": "intel_amx",
+            "attention_backend": os.environ.get("CPU_ENGINE_ATTENTION", "intel_amx"),
             "mem_fraction_static": 0.3,
             "max_total_tokens": self.max_total_tokens,
             "max_running_requests": 16,
@@ -122,7 +122,11 @@ class Engine:
 
         gc.freeze()  # SGLang collects in full at start-up; what is imported stays anyway
         self.config = config
-        server_args = ServerArgs(**config.as_server_args())
+        args = config.as_server_args()
+        if not hasattr(ServerArgs, "cuda_graph_config"):
+            graphs = args.pop("cuda_graph_config")["decode"]
+            args |= {"cuda_graph_bs": graphs["bs"], "disable_cuda_graph": "backend" in graphs}
+        server_args = ServerArgs(**args)
         if hasattr(server_args, "resolve_once"):
             server_args.resolve_once()
         server_args.check_server_args()
@@ -206,11 +210,12 @@ class Engine:
     def step(self) -> Any:
         """One iteration of the scheduler's loop; gives the batch that ran, or None."""
         scheduler = self.scheduler
-        plan = scheduler.get_next_batch_to_run(
-            running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
-        )
-        scheduler.running_batch = plan.running_batch
-        batch = plan.batch_to_run
+        before = {"running_batch": scheduler.running_batch, "last_batch": scheduler.last_batch}
+        ask = scheduler.get_next_batch_to_run
+        batch = ask(**_accepted_by(ask, before))
+        if hasattr(batch, "batch_to_run"):  # a plan; before 0.5.16 the batch itself
+            scheduler.running_batch, batch = batch.running_batch, batch.batch_to_run
+        scheduler.cur_batch = batch
         if batch:
             scheduler.process_batch_result(batch, scheduler.run_batch(batch))
         scheduler.last_batch = batch
@@ -260,7 +265,10 @@ def _served(request: Any, max_new_tokens: int) -> Served:
 
 def _publish(server_args: Any) -> None:
     """The configuration of this process, as `run_scheduler_process` sets it up."""
-    from sglang.srt import runtime_context
+    try:
+        from sglang.srt import runtime_context
+    except ImportError:
+        return  # no such thing before 0.5.14
 
     if not hasattr(runtime_context, "publish"):
         return  # the scheduler does it

@@ -150,7 +150,8 @@ def replaced_runner(config: dict[str, Any], settings: dict[str, Any]) -> dict[st
     controller = engine.spec_worker.adaptive_controller
     runner = engine.target_runner
     before = controller.current_steps
-    runner.decode_cuda_graph_runner = controller._router._runners[before]
+    attribute = controller.engine.release.runner_attribute
+    setattr(runner, attribute, controller._router._runners[before])
     run = engine.run(random_prompts(3), 16)
     return {"tokens": run.tokens, "steps": [before, controller.current_steps], "log": lines}
 
@@ -170,6 +171,7 @@ def draft_extend_widths(config: dict[str, Any], settings: dict[str, Any]) -> dic
     """Width of the draft-extend graphs of every state (trap T0), and chain buffers (T4)."""
     engine, _ = start(config, settings)
     states = engine.spec_worker.adaptive_controller.states
+    width = engine.spec_worker.adaptive_controller.engine.captured_width
     draft = engine.spec_worker._draft_worker
     before = {k: s.chain_parents.data_ptr() for k, s in states.items()}
     engine.run(random_prompts(2), 16)
@@ -177,7 +179,7 @@ def draft_extend_widths(config: dict[str, Any], settings: dict[str, Any]) -> dic
     return {
         "config": [read("speculative_num_steps"), read("speculative_num_draft_tokens")],
         "worker": [draft.speculative_num_steps, draft.speculative_num_draft_tokens],
-        "widths": {k: s.draft_extend_graphs.captured_req_width for k, s in states.items()},
+        "widths": {k: width(s.draft_extend_graphs) for k, s in states.items()},
         "kept": all(states[k].chain_parents.data_ptr() == p for k, p in before.items()),
         "current": draft._topk1_parents_prealloc.data_ptr()
         == states[draft.speculative_num_steps].chain_parents.data_ptr(),
@@ -191,11 +193,7 @@ def states_of_stock(
     engine, _ = start(config, settings)
     built: dict[str, Any] = {}
     for k in steps:
-        try:
-            state = engine.spec_worker.build_adaptive_runtime_state(k, k + 1, batches)
-        except Exception as error:
-            built[str(k)] = {"error": str(error)}
-            continue
+        state = engine.spec_worker.build_adaptive_runtime_state(k, k + 1, batches)
         built[str(k)] = _as_built(
             state.target_graph_runner, state.cuda_graph_runner_for_draft_extend
         )

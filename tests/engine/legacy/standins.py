@@ -1,4 +1,4 @@
-"""Lets SGLang's releases of the old runner (``CudaGraphRunner``) speculate, and graph, on a CPU.
+"""Lets SGLang's releases before EAGLE on a CPU (0.5.16) speculate there, and graph.
 
 The attention backend is stock's triton one: its planning kernels run in triton's interpreter, its
 two attention kernels are replaced by PyTorch. The graph runner is stock's too; a captured graph is
@@ -9,14 +9,19 @@ and metadata are the real ones; that a value was baked in at capture is not seen
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from sgl_kernel.tree import FULL_MASK, build_tree_kernel_efficient_cpu, verify_tree_greedy_cpu
+from sglang_cpu_engine import GRAPHS, runners
+from sglang_cpu_engine.runners import graph_of
 
 REPLAYS: Counter[tuple[str, int]] = Counter()
 """Graphs that were replayed: class of the runner and captured batch."""
@@ -30,7 +35,11 @@ def install(*, graphs: bool) -> None:
     torch.cuda.empty_cache = lambda: None
     _replace_tree_ops()
     _replace_attention_kernels()
-    if graphs:
+    if not graphs:
+        return
+    if find_spec("sglang.srt.model_executor.runner") is not None:
+        _open_runner_package()
+    else:
         _open_target_runner()
         _open_draft_runners()
 
@@ -45,6 +54,8 @@ def _replace_tree_ops() -> None:
         build_tree_kernel_efficient_cpu(*before, topk, depth, num_tokens, mask_mode)
 
     eagle_utils._is_cuda = True
+    with contextlib.suppress(ImportError):  # or nobody tells a verify where to write its KV
+        importlib.import_module("sglang.srt.speculative.triton_ops.cache_locs")._is_cuda = True
     eagle_utils.sgl_build_tree_kernel_efficient = build
     sgl_kernel.verify_tree_greedy = verify_tree_greedy_cpu
 
@@ -123,31 +134,55 @@ class Graph:
         self._call: Callable[[], Any] = lambda: None
         self._output: Any = None
         self._planned: list[tuple[Any, Any]] = []
+        self._context: Callable[[], Any] = contextlib.nullcontext
 
     def pool(self) -> int:
         return 0
 
     def capture(self, call: Callable[[], Any]) -> Any:
         self._planned = [(b, b.forward_metadata) for b in _backends(self._runner)]
+        self._context = _forward_context()
         self._call, self._output = call, call()
         CAPTURES[type(self._runner).__name__] += 1
         return self._output
 
-    def replay(self) -> None:
+    def replay(self) -> Any:
         for backend, metadata in self._planned:
             backend.forward_metadata = metadata
-        for kept, fresh in zip(_tensors(self._output), _tensors(self._call()), strict=True):
+        with self._context():
+            output = self._call()
+        for kept, fresh in zip(_tensors(self._output), _tensors(output), strict=True):
             if kept is not fresh:
                 kept.copy_(fresh)
         REPLAYS[type(self._runner).__name__, self._runner.bs] += 1
+        return self._output
+
+
+class CountedGraph(Graph):
+    """For runners without a backend, which does it in later releases."""
+
+    def replay(self) -> Any:
+        GRAPHS.replays[graph_of(self._runner, self._runner.bs)] += 1
+        return super().replay()
 
 
 def _backends(runner: Any) -> list[Any]:
     """Attention backends whose plan a graph holds: the same buffers at capture and at replay."""
     model_runner, worker = runner.model_runner, getattr(runner, "eagle_worker", None)
     if worker is None:
-        return [model_runner.attn_backend]
-    return [*worker.draft_attn_backend.attn_backends, worker.draft_extend_attn_backend]
+        return [getattr(runner, "attn_backend", None) or model_runner.attn_backend]
+    steps = getattr(worker.draft_attn_backend, "attn_backends", ())  # one step drafts nothing
+    return [*steps, worker.draft_extend_attn_backend]
+
+
+def _forward_context() -> Callable[[], Any]:
+    """What a capture runs in: the runner package hands the attention backend over by it."""
+    try:
+        from sglang.srt.model_executor import forward_context
+    except ImportError:
+        return contextlib.nullcontext
+    current = forward_context.get_forward_context()
+    return lambda: forward_context.forward_context(current)
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
@@ -161,39 +196,66 @@ def _graph_capture(stream: Any = None) -> Iterator[SimpleNamespace]:
 
 
 def _capture_graph(self: Any, graph: Graph, pool: Any, stream: Any, call: Any) -> Any:
+    GRAPHS.captures[graph_of(self, None)] += 1
     return graph.capture(call)
 
 
 def _open_target_runner() -> None:
-    """Stock takes a CPU for a device with a runner of its own, under torch.compile alone."""
-    from sglang.srt.model_executor import cuda_graph_runner, model_runner
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.model_executor import cuda_graph_runner
 
     _open(cuda_graph_runner, "CudaGraphRunner", "_create_device_graph")
     cuda_graph_runner.set_graph_pool_id = lambda pool: None
     torch.cpu.graph_pool_handle = lambda: 0
+    _capture_on_cpu(cuda_graph_runner.CudaGraphRunner, "init_device_graphs")
+
+
+def _capture_on_cpu(runner_class: Any, method: str) -> None:
+    """Stock takes a CPU for a device with a runner of its own, under torch.compile alone."""
+    from sglang.srt.model_executor import model_runner
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
     ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
 
     def runner(owner: Any) -> Any:
         owner.server_args.enable_torch_compile = False
-        return cuda_graph_runner.CudaGraphRunner(owner)
+        return runner_class(owner)
 
     model_runner.CPUGraphRunner = runner
-    stock = model_runner.ModelRunner.init_device_graphs
+    stock = getattr(model_runner.ModelRunner, method)
 
-    def init_device_graphs(self: Any) -> None:
+    @functools.wraps(stock)
+    def capture(self: Any) -> None:
         self.server_args.enable_torch_compile = not self.server_args.disable_cuda_graph
         try:
             stock(self)
         finally:
             self.server_args.enable_torch_compile = False
 
-    model_runner.ModelRunner.init_device_graphs = init_device_graphs
+    setattr(model_runner.ModelRunner, method, capture)
+
+
+def _open_runner_package() -> None:
+    """The runners of the later engines, on calls in place of tapes."""
+    from sglang.srt.model_executor import model_runner
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+
+    class CallBackend(runners.TapeBackend):
+        def _record(self, forward_fn: Callable[[], Any]) -> Graph:
+            graph = Graph(self._runner)
+            graph.capture(forward_fn)
+            return graph
+
+    if hasattr(model_runner, "get_flags"):
+        runners.open_gate(model_runner)
+    else:
+        _capture_on_cpu(DecodeCudaGraphRunner, "init_decode_cuda_graph")
+    runners.open_runners(CallBackend)
+    runners.open_draft_worker("_capture_cuda_graphs", True)
 
 
 def _open(module: Any, runner: str, create: str) -> None:
     module.graph_capture = _graph_capture
-    setattr(getattr(module, runner), create, lambda self: Graph(self))
+    setattr(getattr(module, runner), create, lambda self: CountedGraph(self))
     getattr(module, runner)._capture_graph = _capture_graph
 
 
@@ -202,7 +264,6 @@ def _open_draft_runners() -> None:
     from sglang.srt.speculative import (
         eagle_draft_cuda_graph_runner,
         eagle_draft_extend_cuda_graph_runner,
-        eagle_worker,
     )
 
     for module, name in (
@@ -211,6 +272,11 @@ def _open_draft_runners() -> None:
     ):
         _open(module, name, "_create_graph")
         getattr(module, name)._capture_init = lambda self, call: call()
+    if find_spec("sglang.srt.speculative.eagle_worker") is None:
+        runners.open_draft_worker("init_cuda_graphs", True)
+        return
+    from sglang.srt.speculative import eagle_worker
+
     stock = eagle_worker.EAGLEWorker.init_cuda_graphs
 
     def init_cuda_graphs(self: Any) -> None:

@@ -3,6 +3,8 @@
 Put the folder above on PYTHONPATH; SGLang finds the entry point in the dist-info beside it.
 `CPU_ENGINE_GRAPHS=1` turns the graph runners on, `CPU_ENGINE_DRAFT_EXTEND_GRAPH=0` takes the
 attention backend off the list of those whose draft extend stock graphs.
+`CPU_ENGINE_ATTENTION=triton` is for releases whose own CPU backend knows no EAGLE: see
+`tests/engine/legacy/standins.py`.
 """
 
 from __future__ import annotations
@@ -17,10 +19,16 @@ GRAPHS = GraphLog()
 
 def activate() -> None:
     """Entry point of the group `sglang.srt.plugins`."""
+    graphs = os.environ.get("CPU_ENGINE_GRAPHS") == "1"
+    if os.environ.get("CPU_ENGINE_ATTENTION") == "triton":
+        from tests.engine.legacy import standins
+
+        standins.install(graphs=graphs)
+        return
     from sglang_cpu_engine import platform
 
     platform.install()
-    if os.environ.get("CPU_ENGINE_GRAPHS") == "1":
+    if graphs:
         from sglang_cpu_engine import attention, runners
 
         attention.install()

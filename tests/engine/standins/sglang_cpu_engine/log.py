@@ -7,12 +7,15 @@ from typing import NamedTuple
 
 
 class Graph(NamedTuple):
-    """One captured shape. `width` is tokens per request; `draft` runs `steps - 1` forwards."""
+    """One captured shape. `width` is tokens per request; `draft` runs `steps - 1` forwards.
+
+    Runners of before 0.5.14 do not say which `size` they capture.
+    """
 
     phase: str
     steps: int | None
     width: int
-    size: int
+    size: int | None
 
 
 class GraphLog:

@@ -21,26 +21,26 @@ _PHASES = {
 }
 
 
+def graph_of(runner: Any, size: int | None) -> Graph:
+    phase = _PHASES.get(type(runner).__name__)
+    if phase is None:
+        phase = runner.capture_forward_mode.name.lower()
+    steps = getattr(runner, "speculative_num_steps", None)
+    width = getattr(runner, "captured_req_width", None) or runner.num_tokens_per_bs
+    return Graph(phase, steps, width, size)
+
+
 class TapeBackend:
     """The six methods of `BaseCudaGraphBackend` over `Tape`, with everything counted."""
 
     def __init__(self, cuda_graph_runner: Any, **kwargs: Any) -> None:
         self._runner = cuda_graph_runner
-        self._tapes: dict[Any, Tape] = {}
+        self._tapes: dict[Any, Any] = {}
         self._capturing = False
         self.replays: Counter[Any] = Counter()
 
     def _graph(self, shape_key: Any) -> Graph:
-        runner = self._runner
-        phase = _PHASES.get(type(runner).__name__)
-        if phase is None:
-            phase = runner.capture_forward_mode.name.lower()
-        return Graph(
-            phase,
-            getattr(runner, "speculative_num_steps", None),
-            runner.captured_req_width,
-            shape_key.size,
-        )
+        return graph_of(self._runner, shape_key.size)
 
     @contextlib.contextmanager
     def capture_session(self, stream: Any) -> Iterator[None]:
@@ -62,8 +62,11 @@ class TapeBackend:
         forward_fn()
         if post_warmup_hook is not None:
             post_warmup_hook()
-        self._tapes[shape_key] = Tape(forward_fn)
+        self._tapes[shape_key] = self._record(forward_fn)
         GRAPHS.captures[self._graph(shape_key)] += 1
+
+    def _record(self, forward_fn: Callable[[], Any]) -> Any:
+        return Tape(forward_fn)
 
     def can_run(self, forward_batch: Any, shape_key: Any) -> bool:
         return shape_key in self._tapes
@@ -106,22 +109,39 @@ def _graph_capture(stream: Any = None) -> Iterator[SimpleNamespace]:
 
 def install(*, draft_extend: bool) -> None:
     """Open the gates that keep a CPU out; `draft_extend`: is the backend on stock's list."""
-    _open_target_runner()
-    _open_draft_runners(draft_extend)
-
-
-def _open_target_runner() -> None:
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
-    from sglang.srt.model_executor.runner import decode_cuda_graph_runner
+
+    open_gate(cuda_graph_setup)
+    open_runners(TapeBackend)
+    open_draft_worker("_capture_cuda_graphs", draft_extend)
+
+
+def open_gate(setup: Any) -> None:
+    """On a CPU stock captures only under torch.compile, and with a runner of its own."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
     ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
-    # On a CPU stock captures only under torch.compile, and with a runner of its own.
-    cuda_graph_setup.get_flags = lambda: SimpleNamespace(
-        capture=SimpleNamespace(enable_torch_compile=True)
+    setup.CPUGraphRunner = DecodeCudaGraphRunner
+    setup.get_flags = lambda: SimpleNamespace(
+        capture=SimpleNamespace(enable_torch_compile=True), enable_tf32_matmul=False
     )
-    cuda_graph_setup.CPUGraphRunner = decode_cuda_graph_runner.DecodeCudaGraphRunner
-    decode_cuda_graph_runner.resolve_decode_backend = TapeBackend
+
+
+def open_runners(backend: type[TapeBackend]) -> None:
+    """Have the three runners capture and replay on `backend`."""
+    from sglang.srt.model_executor.runner import decode_cuda_graph_runner
+    from sglang.srt.speculative import (
+        eagle_draft_cuda_graph_runner,
+        eagle_draft_extend_cuda_graph_runner,
+    )
+
+    for module in (
+        decode_cuda_graph_runner,
+        eagle_draft_cuda_graph_runner,
+        eagle_draft_extend_cuda_graph_runner,
+    ):
+        module.resolve_decode_backend = backend
     decode_cuda_graph_runner.graph_capture = _graph_capture
     decode_cuda_graph_runner.get_or_create_global_graph_capture_stream = lambda: None
     # Three collections of a heap full of imports for each runner: a third of a second.
@@ -131,32 +151,26 @@ def _open_target_runner() -> None:
             setattr(torch.cpu, name, value)
 
 
-def _open_draft_runners(draft_extend: bool) -> None:
-    """Stock's tables of draft runners have no "cpu"; "xpu" names the same two classes.
+def open_draft_worker(method: str, draft_extend: bool) -> None:
+    """Stock's tables of draft runners have no "cpu"; "cuda" names the same two classes.
 
-    The pretence lasts for one call of `_capture_cuda_graphs`: nothing else in that module asks for
-    XPU, and `_is_xpu` is also what lets the draft extend of an unlisted backend be graphed.
+    The pretence lasts for one call of `method`: nothing else in it asks for an NPU, and `_is_npu`
+    is what lets the draft extend of an unlisted backend be graphed.
     """
-    from sglang.srt.speculative import (
-        eagle_draft_cuda_graph_runner,
-        eagle_draft_extend_cuda_graph_runner,
-        eagle_worker_v2,
-    )
+    from sglang.srt.speculative import eagle_worker_v2
 
-    eagle_draft_cuda_graph_runner.resolve_decode_backend = TapeBackend
-    eagle_draft_extend_cuda_graph_runner.resolve_decode_backend = TapeBackend
-    capture = eagle_worker_v2.EagleDraftWorker._capture_cuda_graphs
+    capture = getattr(eagle_worker_v2.EagleDraftWorker, method)
 
     @functools.wraps(capture)
-    def capture_as_xpu(self: Any) -> None:
+    def capture_as_cuda(self: Any) -> None:
         device = self.target_worker.device
         assert device == "cpu"
-        eagle_worker_v2._is_cpu, eagle_worker_v2._is_xpu = False, draft_extend
-        self.target_worker.device = "xpu"
+        eagle_worker_v2._is_cpu, eagle_worker_v2._is_npu = False, draft_extend
+        self.target_worker.device = "cuda"
         try:
             capture(self)
         finally:
-            eagle_worker_v2._is_cpu, eagle_worker_v2._is_xpu = True, False
+            eagle_worker_v2._is_cpu, eagle_worker_v2._is_npu = True, False
             self.target_worker.device = device
 
-    eagle_worker_v2.EagleDraftWorker._capture_cuda_graphs = capture_as_xpu
+    setattr(eagle_worker_v2.EagleDraftWorker, method, capture_as_cuda)
