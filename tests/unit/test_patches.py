@@ -11,6 +11,7 @@ import json
 import logging
 import subprocess
 from collections.abc import Callable
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -300,7 +301,7 @@ if first == "patched first":
 else:
     stock = attributes()
     ask()
-if find_spec("sglang.srt.plugins.hook_registry"):
+if find_spec("sglang.srt.plugins"):
     foreign.append(by_registry)
 
 def changed():
@@ -385,11 +386,20 @@ def life(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return got
 
 
+def _has_registry() -> bool:
+    spec = find_spec("sglang")
+    assert spec is not None
+    (folder,) = spec.submodule_search_locations or ()
+    return Path(folder, "srt", "plugins", "hook_registry.py").exists()
+
+
 class TestOnSGLang:
     pytestmark = needs_sglang
 
     @pytest.mark.parametrize("case", CASES)
     def test_every_target(self, life: Any, case: str) -> None:
+        if case.endswith("by_registry") and not _has_registry():
+            pytest.skip("this SGLang release has no plugins, and no registry of their hooks")
         release = resolve_release(sglang_version(), allow_untested=False)
         needs = requirements_of(release)
         assert list(life["cases"]) == [str(n) for n in (*needs.launcher, *needs.scheduler)]
@@ -397,7 +407,7 @@ class TestOnSGLang:
 
     def test_a_foreign_hook_and_ours_both_work(self, life: Any) -> None:
         """Flags of ours while we are on, and their hook in both states."""
-        for theirs in ("by_wrapt", "by_registry"):
+        for theirs in ("by_wrapt", "by_registry")[: 1 + _has_registry()]:
             assert life["flags"][f"{theirs} on"] == [True, 1]
             assert life["flags"][f"{theirs} off"] == [False, 2]
         assert life["hook"] == ["sglang.srt.server_args:ServerArgs.from_cli_args"]
