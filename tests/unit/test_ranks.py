@@ -139,6 +139,7 @@ def test_replicas(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     """One state for each data-parallel rank; under attention DP they may hold the same ranks."""
     server.holds([FIRST, SECOND], [FIRST, SECOND])
     assert run(server) == 0
+    assert "on ranks 0-1 (alpha)" in capsys.readouterr().out
     server.holds([FIRST, SECOND], [FIRST, OTHER])
     assert run(server) == 1
     assert "Simple on dp 1 rank 1 (beta)" in capsys.readouterr().out
