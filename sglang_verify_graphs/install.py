@@ -22,7 +22,7 @@ from typing import Any
 
 import wrapt
 
-from sglang_verify_graphs.compat.nccl import ACTOR, COMMUNICATOR, RAY
+from sglang_verify_graphs.compat.nccl import ACTOR, RAY
 from sglang_verify_graphs.compat.patched import carried, mended
 from sglang_verify_graphs.compat.preflight import (
     check,
@@ -267,24 +267,22 @@ def _patch_scheduler(module: Any) -> None:
     if settings is None:
         return  # disabled before SGLang was imported
     reach.in_worker(settings)
-    if not refused(check((COMMUNICATOR,), in_process)):
-        _wrap(importlib.import_module(COMMUNICATOR.module), COMMUNICATOR.qualname, _communicator)
     try:
         # Whether the release may be served is decided, and said, at the capture.
         release = resolve_release(sglang_version(), allow_untested=True)
     except UnsupportedError as error:
         _switch_off(str(error))
         return
-    wrappers = (_init_all_cuda_graphs, _get_internal_state)
+    wrappers = (_init_all_cuda_graphs, _get_internal_state, _communicator)
     for need, wrapper in zip(requirements_of(release).scheduler, wrappers, strict=True):
         if problems := refused(check((need,), in_process)):
             _switch_off(f"{problems[0]}; install a tested SGLang release")
         else:
-            _wrap(module, need.qualname, wrapper)
+            _wrap(importlib.import_module(need.module), need.qualname, wrapper)
 
 
 def _communicator(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    reach.at_first_communicator()
+    reach.at_first_communicator(log=not report.reasons)  # off: nobody would read it
     wrapped(*args, **kwargs)
 
 
@@ -306,6 +304,7 @@ def _init_all_cuda_graphs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     except VerifyGraphsError as error:
         _switch_off(str(error))
         wrapped(*args, **kwargs)
+        reach.forget_log()
         return
     capture_verify_graphs(instance, settings, release, report, lambda: wrapped(*args, **kwargs))
 

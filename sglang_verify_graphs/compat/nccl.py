@@ -7,16 +7,9 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 from sglang_verify_graphs.compat.facts import SchedulerFacts, module
-from sglang_verify_graphs.compat.requirements import Requirement
 from sglang_verify_graphs.nccl.evidence import Bypass
 
 _SRT = "sglang.srt"
-COMMUNICATOR = Requirement(
-    f"{_SRT}.distributed.device_communicators.pynccl", "PyNcclCommunicator.__init__", ("self",)
-)
-"""Makes the first NCCL communicator of a rank: the world group has none, and those of torch come up
-at their first collective (parallel_state.py of all tested releases)."""
-
 RAY = (f"{_SRT}.ray.engine", f"{_SRT}.ray.data_parallel_controller")
 """Modules that start ``SchedulerActor``; 0.5.10 and later."""
 ACTOR = "SchedulerActor"
@@ -96,17 +89,16 @@ class NcclFacts:
         return sorted({batch * w for batch in (1, 2, 4, 8, 16, 32) for w in (1, width)})
 
     def probe(self) -> None:
-        """All-reduces of those sizes on both communicators, so that NCCL says what it chooses.
+        """All-reduces of those sizes, so that NCCL says what it chooses.
 
-        ``torch.distributed`` carries what runs eager, SGLang's own communicator what is captured.
+        On the communicator of captured graphs, which is up: torch would make one of its own for
+        this, out of memory that nobody planned for.
         """
         torch, own = module("torch"), self.group.pynccl_comm
         if not self._on_gpu:
             return
         for tokens in self.message_tokens():
             data = torch.zeros(tokens, self._hidden, dtype=self._dtype, device=self.group.device)
-            torch.distributed.all_reduce(data, group=self.group.device_group)
-            torch.cuda.synchronize()
             with own.change_state(enable=True):
                 own.all_reduce(data)
             torch.cuda.synchronize()

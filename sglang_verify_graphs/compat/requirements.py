@@ -31,7 +31,8 @@ class Requirements:
     launcher: tuple[Requirement, ...]
     """Wrapped while the launcher parses flags."""
     scheduler: tuple[Requirement, ...]
-    """Wrapped in every scheduler process: the capture first, the server information second."""
+    """Wrapped in every scheduler process: the capture first, the server information second, the
+    communicator last."""
     capture: tuple[Requirement, ...]
     """Replaced, in the module that is named, for the time of a capture."""
     worker: tuple[Requirement, ...]
@@ -49,7 +50,12 @@ LAUNCHER: tuple[Requirement, ...] = (
     Requirement(f"{_SRT}.server_args", "ServerArgs.from_cli_args", ("cls", "args")),
 )
 SCHEDULER = f"{_SRT}.managers.scheduler"
-"""Module of what is wrapped in a scheduler process."""
+"""The module of a scheduler process, whose import says that it is one."""
+COMMUNICATOR = Requirement(
+    f"{_SRT}.distributed.device_communicators.pynccl", "PyNcclCommunicator.__init__", ("self",)
+)
+"""Makes the first NCCL communicator of a rank: the world group has none, and those of torch come up
+at their first collective (distributed/parallel_state.py)."""
 
 
 def requirements_of(release: Release) -> Requirements:
@@ -59,6 +65,7 @@ def requirements_of(release: Release) -> Requirements:
         (
             Requirement(SCHEDULER, _capture_entry(release), ("self",)),
             Requirement(SCHEDULER, "Scheduler.get_internal_state", ("self", "recv_req")),
+            COMMUNICATOR,
         ),
         tuple(_capture(release)),
         (

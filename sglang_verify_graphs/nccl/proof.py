@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -63,7 +62,7 @@ def collect(engine: SchedulerFacts) -> RankEvidence:
             problem=f"{type(error).__name__}: {error}",
         )  # fmt: skip
     finally:
-        _forget_log()
+        reach.forget_log()
 
 
 def variables(
@@ -92,10 +91,9 @@ def _collect(known: RankEvidence, facts: NcclFacts) -> RankEvidence:
     state, now = reach.worker, native.c_environment()
     libraries = native.nccl_libraries(os.environ)
     log = None
-    if facts.communicator_up and facts.on_gpu:
-        if state.log is not None:
-            facts.probe()
-        log = _read_log(state.log, libraries)
+    if facts.communicator_up and state.log is not None:
+        facts.probe()
+        log = _read_log(state.log)
     packaged = installed_version()
     return RankEvidence(
         known.rank,
@@ -117,26 +115,10 @@ def _source(name: str, state: reach.Worker) -> str:
     return SGLANG if name in SGLANG_WRITES else SHELL
 
 
-def _read_log(path: Path | None, libraries: list[str]) -> NcclLog | None:
+def _read_log(path: Path) -> NcclLog | None:
     """What NCCL wrote on this rank, after it was told to write no more."""
-    if path is None:
-        return None
-    _stop_log(libraries)
+    reach.stop_log()
     with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:
         logs = read_log(stream)
         return next((log for process, log in logs.items() if process.pid == os.getpid()), None)
     return None
-
-
-def _stop_log(libraries: list[str]) -> None:
-    for name in (*reach.DEBUG, reach.DEBUG_FILE):
-        os.environ.pop(name, None)
-    for library in libraries:
-        native.reopen_log(library)
-
-
-def _forget_log() -> None:
-    path, reach.worker.log = reach.worker.log, None
-    if path is not None:
-        _stop_log(native.nccl_libraries(os.environ))
-        shutil.rmtree(path.parent, ignore_errors=True)

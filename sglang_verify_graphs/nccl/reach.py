@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from typing import Any
 from sglang_verify_graphs.compat.nccl import SGLANG_WRITES, installed_version
 from sglang_verify_graphs.errors import SettingsError
 from sglang_verify_graphs.nccl.evidence import FLAG, SHELL
-from sglang_verify_graphs.nccl.native import c_environment
+from sglang_verify_graphs.nccl.native import c_environment, nccl_libraries, reopen_log
 from sglang_verify_graphs.nccl.profiles import (
     PROFILE_FLAG,
     PROFILES,
@@ -134,7 +135,9 @@ def in_worker(settings: Settings, environ: MutableMapping[str, str] = os.environ
         refuse_ll128({"NCCL_PROTO": Request(environ["NCCL_PROTO"], "in this worker")})
 
 
-def at_first_communicator(environ: MutableMapping[str, str] = os.environ) -> None:
+def at_first_communicator(
+    environ: MutableMapping[str, str] = os.environ, *, log: bool = True
+) -> None:
     """NCCL reads most variables once, now: what is set later does nothing.
 
     Where a value is to be proved, and the user has no NCCL log of his own, NCCL writes one for us.
@@ -142,9 +145,25 @@ def at_first_communicator(environ: MutableMapping[str, str] = os.environ) -> Non
     if worker.first is not None:
         return
     worker.first = nccl_variables(c_environment())
-    if worker.requested and not {*DEBUG, DEBUG_FILE} & set(environ):
+    if log and worker.requested and not {*DEBUG, DEBUG_FILE} & set(environ):
         worker.log = Path(tempfile.mkdtemp(prefix="verify-graphs-nccl-"), "log")
         environ.update(DEBUG | {DEBUG_FILE: str(worker.log)})
+
+
+def stop_log(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have NCCL write no more, so that serving does not pay for it."""
+    for name in (*DEBUG, DEBUG_FILE):
+        environ.pop(name, None)
+    for library in nccl_libraries(environ):
+        reopen_log(library)
+
+
+def forget_log() -> None:
+    """Stop and remove the log that was asked for, if there is one."""
+    if worker.log is not None:
+        stop_log()
+        shutil.rmtree(worker.log.parent, ignore_errors=True)
+        worker.log = None
 
 
 def for_actors(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -99,6 +99,8 @@ def _judge(v: Variable, rank: RankEvidence, choices: Sequence[Choice]) -> Variab
     status, in_use, evidence = _status(v, rank, choices, read, heard)
     if v.python != v.effective:
         evidence += f"; os.environ says {v.python or UNSET}, which NCCL does not see"
+    if v.overwritten_by and v.requested == v.effective:
+        evidence += f"; {v.overwritten_by} had replaced it, and it was set again"
     return VariableStatus(v.requested, v.effective, v.source, read, in_use, status, evidence)
 
 

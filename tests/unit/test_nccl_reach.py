@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from sglang_verify_graphs.compat.nccl import SGLANG_WRITES
 from sglang_verify_graphs.errors import SettingsError
 from sglang_verify_graphs.nccl import native, profiles, proof, reach
+from sglang_verify_graphs.nccl.evidence import RankEvidence
+from sglang_verify_graphs.nccl.status import judge
 from sglang_verify_graphs.settings import ENV, Settings, settings_from_env
 
 
@@ -158,6 +160,17 @@ class TestWorker:
         environ[name] = "8"
         assert self.start(environ) == {name: "SGLang (always)"}
         assert environ[name] == ("1" if reapply else "8")
+
+    def test_what_was_set_again_is_reported(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        settings = Settings(nccl_env=("NCCL_NVLS_ENABLE=0",), nccl_shell=(), nccl_reapply=True)
+        monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+        reach.in_worker(settings)
+        found = proof.variables(reach.worker, native.c_environment(), os.environ)
+        rank = RankEvidence(0, 1, "n", None, None, None, False, found)
+        one = judge([rank])[0].variables["NCCL_NVLS_ENABLE"]
+        assert (one.requested, one.effective) == ("0", "0")
+        assert "SGLang (--enable-nccl-nvls" in one.evidence
+        assert one.evidence.endswith("had replaced it, and it was set again")
 
     def test_another_writer(self) -> None:
         environ = self.launched(nccl_env=("NCCL_P2P_LEVEL=SYS",))
