@@ -23,7 +23,7 @@ from tests.engine.worker import run_plugin as run
 
 pytestmark = pytest.mark.engine
 
-STARTUP_SECONDS = 240
+STARTUP_SECONDS = 600
 BIND = f"0|{min(1, len(os.sched_getaffinity(0)) - 1)}"
 """A core for each rank; SGLang asks for it where ranks outnumber NUMA nodes."""
 
@@ -31,13 +31,12 @@ BIND = f"0|{min(1, len(os.sched_getaffinity(0)) - 1)}"
 class Server:
     """A server process group and its address."""
 
-    def __init__(self, arguments: list[str], log: Path) -> None:
+    def __init__(self, arguments: list[str], log: Path, more: dict[str, str]) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self._log = log
-        env = engine_env(graphs=True) | {"SGLANG_CPU_OMP_THREADS_BIND": BIND}
-        env["SGLANG_VERIFY_GRAPHS"] = json.dumps({"script": [2, 0, 1]})
+        env = engine_env(graphs=True) | {"SGLANG_CPU_OMP_THREADS_BIND": BIND} | more
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 [
@@ -84,27 +83,34 @@ class Server:
         self._process.wait()
 
 
-@pytest.fixture(scope="module")
-def server(pair: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def two_ranks(target: str) -> list[str]:
+    """Arguments that serve a model on two TP ranks."""
     flags = {
         "--device": "cpu",
         "--tp": "2",
         "--dtype": "float32",
-        "--model-path": pair["target"],
+        "--model-path": target,
         "--attention-backend": "intel_amx",
         "--mem-fraction-static": "0.2",
         "--max-total-tokens": "2048",
         "--max-running-requests": "6",
         "--grammar-backend": "none",
+    }
+    return [word for flag in flags.items() for word in flag] + ["--skip-tokenizer-init"]
+
+
+@pytest.fixture(scope="module")
+def server(pair: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = {
         "--speculative-algorithm": "EAGLE3",
         "--speculative-draft-model-path": pair["draft"],
         "--speculative-num-steps": "2",
         "--speculative-eagle-topk": "1",
         "--speculative-num-draft-tokens": "3",
     }
-    arguments = [word for flag in flags.items() for word in flag]
-    arguments += ["--skip-tokenizer-init"]
-    started = Server(arguments, tmp_path_factory.mktemp("server") / "log.txt")
+    arguments = two_ranks(pair["target"]) + [word for flag in flags.items() for word in flag]
+    settings = {"SGLANG_VERIFY_GRAPHS": json.dumps({"script": [2, 0, 1]})}
+    started = Server(arguments, tmp_path_factory.mktemp("server") / "log.txt", settings)
     try:
         started.wait()
         yield started
