@@ -239,7 +239,7 @@ class TestNoAnswer:
     @pytest.mark.parametrize(
         "url",
         ["", "127.0.0.1:30000", "file:///etc/passwd", "ftp://host", "http://", "http://[::1",
-         "http://user:word@host", "http://host/\r\nX: y", "http://host:port"],
+         "http://user:word@host", "http://host/\r\nX:y", "http://host:port", "http://ho st"],
     )  # fmt: skip
     def test_what_is_no_url(self, capsys: pytest.CaptureFixture[str], url: str) -> None:
         with pytest.raises(SystemExit) as end:
