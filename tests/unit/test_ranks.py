@@ -154,10 +154,10 @@ def test_the_key(server: Server, monkeypatch: pytest.MonkeyPatch, how: str) -> N
     assert server.asked == (("/server_info", f"Bearer {KEY}"),)
 
 
-def test_a_slash_at_the_end(server: Server) -> None:
+def test_a_server_below_a_path(server: Server) -> None:
     server.holds([FIRST, SECOND])
-    assert main(["ranks", server.url + "/"]) == 0
-    assert server.asked[0][0] == "/server_info"
+    assert main(["ranks", server.url + "/below/"]) == 0
+    assert server.asked[0][0] == "/below/server_info"
 
 
 class TestNoAnswer:
