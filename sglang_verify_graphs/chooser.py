@@ -33,8 +33,9 @@ _LEAST_LOSS = 0.05
 _PROMISING, _DISABLED = 0.005, 0.001
 """Share of the tokens that probes of one step count may lose: if it may be the better one by the
 bounds of what is known, and if not. The dearer, the rarer."""
-_SOON, _LATER = 16, 64
-"""Least rounds until a step count is probed again: of unknown cost, of known cost."""
+_SOON, _LATER, _HOPE = 16, 64, 1.1
+"""Least rounds between two probes of a step count: the first while it may be better and its cost is
+unknown, or may be better by a tenth; else the second."""
 _BLIND = 192
 """Rounds without drafts after which some are drafted: nothing else shows that acceptance rose."""
 
@@ -74,7 +75,8 @@ class StepChooser:
             self._buckets.append(_Bucket(at, batch, captured, chosen))
         self.captured = [bucket.captured for bucket in self._buckets]
         self._lengths = self.acceptance.expected()
-        self._budget = math.inf
+        self._budget = 0.0
+        self._probing = False
         self._round = 0
         self._drafted_at = 0
 
@@ -131,19 +133,21 @@ class StepChooser:
         blind = bucket.chosen == 0 and self._round - self._drafted_at >= _BLIND
         found = []
         for steps in bucket.captured:
+            since = self._round - bucket.asked.get(steps, -math.inf)
+            if steps == bucket.chosen or (since < _SOON and not blind):
+                continue
             known, guess = bucket.costs.get(steps), self._guess(bucket, steps)
             low = known.low if known else guess or 0.0
-            promising = self._lengths[steps][1] > rate * low
-            loss = self._loss(bucket, steps)
-            wait = max(_LATER, PROBE_ROUNDS * loss / (_PROMISING if promising else _DISABLED))
-            if promising and not known:
+            potential = self._lengths[steps][1] / (rate * low) if low else math.inf
+            loss = self._loss(bucket, steps, guess)
+            wait = max(_LATER, PROBE_ROUNDS * loss / (_PROMISING if potential > 1 else _DISABLED))
+            if potential > (_HOPE if known else 1):
                 wait = _SOON
-            since = self._round - bucket.asked.get(steps, -math.inf)
-            if steps != bucket.chosen and (blind or since >= wait):
+            if blind or since >= wait:
                 found.append((guess is not None, loss, steps))
         _, loss, steps = min(found, default=(True, 0.0, NO_PROBE))
         affordable = min(PROBE_ROUNDS * loss, _SAVE) * bucket.batch <= self._budget
-        return steps if affordable else NO_PROBE
+        return steps if affordable or loss <= _LEAST_LOSS else NO_PROBE
 
     def _guess(self, bucket: _Bucket, steps: int) -> float | None:
         """The cost if it is known, else a guess, which is for probes alone.
@@ -164,10 +168,9 @@ class StepChooser:
         c0, c1 = bucket.costs[k0].value, bucket.costs[k1].value
         return max(c0 + (c1 - c0) * (steps - k0) / (k1 - k0), min(c0, c1) / 2)
 
-    def _loss(self, bucket: _Bucket, steps: int) -> float:
-        """Tokens that a probe round loses, in tokens of a round of the choice."""
+    def _loss(self, bucket: _Bucket, steps: int, guess: float | None) -> float:
+        """Tokens that a probe round of this cost loses, in tokens of a round of the choice."""
         length, cost = self._length(bucket.chosen), bucket.costs[bucket.chosen].value
-        guess = self._guess(bucket, steps)
         if guess is None:
             return (_NARROWER if steps < bucket.chosen else _WIDER) - 1 / length
         return max(_LEAST_LOSS, guess / cost - (self._lengths[steps][0] or 1.0) / length)
@@ -182,17 +185,23 @@ class StepChooser:
         requests = sum(n * batch for n, batch in zip(visits, self.batches, strict=True))
         if rounds:
             full = _SAVE * requests / rounds
-            self._budget = max(min(self._budget + _SPEND * requests, full), -2 * full)
+            saved = min(self._budget + _SPEND * requests, full)
+            self._budget = max(saved, -2 * full) if self._probing else full
         for bucket in due:
             if bucket.chosen not in bucket.costs:
                 continue
             for steps in [k for k in bucket.owed if k in bucket.costs]:
                 count, charged = bucket.owed.pop(steps)
-                self._budget += charged - count * bucket.batch * self._loss(bucket, steps)
+                self._budget += charged - count * bucket.batch * self._loss(
+                    bucket, steps, self._guess(bucket, steps)
+                )
             if probed[bucket.at]:
                 steps, count = bucket.probe, probed[bucket.at]
-                charge = count * bucket.batch * self._loss(bucket, steps)
+                charge = (
+                    count * bucket.batch * self._loss(bucket, steps, self._guess(bucket, steps))
+                )
                 self._budget -= charge
+                self._probing = True
                 bucket.asked[steps] = self._round
                 if steps not in bucket.costs:
                     before, charged = bucket.owed.get(steps, (0, 0.0))
