@@ -21,9 +21,9 @@ _DOUBTED = 16.0
 _SLACK = 0.03
 """Smallest change of a probability that is looked for."""
 _ALARM = 6.0
-"""Log-likelihood ratio of a change. A steady position raises a false alarm once in some 6,000 trials;
-that leaves the accept length with an error of 1.5%. 400 requests after a change of all positions
-from 0.7 to 0.5 it is off by 5% on average, and by 2% after one from 0.85 to 0.35 (simulated)."""
+"""Log-likelihood ratio of a change. A steady position raises a false alarm once in some 6,000
+trials, and the accept length is off by 1.5%; 400 requests after a change of all positions from 0.7
+to 0.5 by 5%, from 0.85 to 0.35 by 2% (means of simulated runs)."""
 _TOGETHER = 8
 """Requests that are counted before the estimate is brought up to date, unless it is asked for."""
 
@@ -109,6 +109,8 @@ class Acceptance:
         self._requests = 0
         for counts in self._counts:
             tried, shift = sum(counts), 0.0
+            if not tried:
+                continue
             for position, rejected in zip(self._positions, counts[:-1], strict=False):
                 if shift:
                     position.doubt(shift)

@@ -12,7 +12,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from sglang_verify_graphs.buckets import VerifyBucket, plan_capture
 from sglang_verify_graphs.gate import BatchFacts, Decision, Phase, RejectReason, VerifyGate
 from sglang_verify_graphs.metrics import Counters
-from sglang_verify_graphs.policy import FixedSteps
+from sglang_verify_graphs.policy import PERIOD, FixedSteps, MeasuredSteps
 from sglang_verify_graphs.rounds import RoundTimer
 from tests.unit.fakes import Batch, Router
 
@@ -51,6 +51,38 @@ class TestTimes:
     def test_policy(self, benchmark: BenchmarkFixture) -> None:
         assert benchmark(FixedSteps(3).draft_steps, 33) == 3
 
+    def test_measured_policy(self, benchmark: BenchmarkFixture) -> None:
+        assert benchmark(MeasuredSteps(PLAN, 3).draft_steps, 33) == 3
+
+    def test_measured_policy_is_fed(self, benchmark: BenchmarkFixture) -> None:
+        """What rank 0 does besides in each round, at batch 33."""
+        policy, correct = MeasuredSteps(PLAN, 3), [2] * 33
+
+        def feed() -> None:
+            policy.timed(33, 3, 10.0)
+            policy.verified(3, correct)
+
+        benchmark(feed)
+        found = policy.chooser.acceptance.accept_length(2)
+        assert found is not None
+        assert found.value == 3.0
+
+    def test_measured_policy_decides(self, benchmark: BenchmarkFixture) -> None:
+        """What rank 0 does every ``PERIOD`` rounds, at batch 33 and every cost known."""
+        policy = MeasuredSteps(PLAN, 3)
+        for steps in range(5):
+            for _ in range(8):
+                policy.timed(33, steps, 10.0 + steps)
+                policy.verified(steps, [min(2, steps)] * 33)
+
+        def decide() -> None:
+            for _ in range(PERIOD):
+                policy.draft_steps(33)
+            policy.install(policy.decide().pack())
+
+        benchmark(decide)
+        assert policy.draft_steps(33) in range(5)
+
 
 _LEAVES = (type, types.FunctionType, types.ModuleType, types.BuiltinFunctionType)
 
@@ -84,6 +116,23 @@ class TestNothingGrows:
         after = containers([router.runner, router.counters, timer])
         assert sorted(after.values()) == sorted(before.values())
         assert router.counters.total(Phase.VERIFY) > 1000
+
+    def test_thousands_of_measured_rounds(self) -> None:
+        policy = MeasuredSteps(PLAN, 3)
+
+        def serve(rounds: int) -> None:
+            for number in range(rounds):
+                if policy.due:
+                    policy.install(policy.decide().pack())
+                batch = 1 + number // 40 % 64
+                steps = policy.draft_steps(batch)
+                policy.timed(batch, steps, 10.0 + steps)
+                policy.verified(steps, [steps // 2] * batch)
+
+        serve(40_000)
+        before = containers(policy)
+        serve(10_000)
+        assert len(containers(policy)) <= len(before) + 20
 
     def rounds(self, router: Router, timer: RoundTimer) -> None:
         """Every batch and step count, replayed and refused."""
