@@ -1,4 +1,7 @@
-"""NCCL variables on two TP ranks behind `launch_server`; a recorder stands in for the library."""
+"""NCCL variables on two TP ranks behind `launch_server`; a recorder stands in for the library.
+
+A server is stopped before the next one starts: idle, its schedulers keep two cores busy.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ class Recorded(Server):
         return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def tuned(pair: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
     """No speculation, so no verify graphs: users without EAGLE get NCCL alone."""
     arguments = [
@@ -86,46 +89,47 @@ def tuned(pair: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Ite
         started.stop()
 
 
-def test_the_environment_is_there_before_the_first_communicator(tuned: Recorded) -> None:
-    first = tuned.calls("ncclCommInitRank", "ncclCommInitRankConfig")
-    assert len({call.pid for call in first}) == 2
-    for call in first:
-        assert call.environ["NCCL_ALGO"] == "Ring"
-        assert call.environ["NCCL_PROTO"] == "^LL128"
-        assert call.environ["NCCL_IB_TIMEOUT"] == "22"
+class TestTuned:
+    def test_the_environment_is_there_before_the_first_communicator(self, tuned: Recorded) -> None:
+        first = tuned.calls("ncclCommInitRank", "ncclCommInitRankConfig")
+        assert len({call.pid for call in first}) == 2
+        for call in first:
+            assert call.environ["NCCL_ALGO"] == "Ring"
+            assert call.environ["NCCL_PROTO"] == "^LL128"
+            assert call.environ["NCCL_IB_TIMEOUT"] == "22"
+
+    def test_every_rank_proves_it(self, tuned: Recorded) -> None:
+        report = tuned.nccl()
+        assert report["problems"] == []
+        assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+        for rank in report["ranks"]:
+            assert (rank["world_size"], rank["nccl_version"]) == (2, "2.27.3")
+            assert rank["library"].endswith("libnccl.so.2")
+            algorithm, protocol = rank["variables"]["NCCL_ALGO"], rank["variables"]["NCCL_PROTO"]
+            assert (algorithm["requested"], algorithm["effective"]) == ("Ring", "Ring")
+            assert (algorithm["source"], protocol["source"]) == ("flag", "profile no-ll128")
+            for one in (algorithm, protocol):
+                assert (one["read_by_nccl"], one["in_use"]) == (True, True), one
+            assert rank["variables"]["NCCL_IB_TIMEOUT"]["source"] == "shell"
+            assert rank["variables"]["NCCL_CUMEM_ENABLE"]["source"] == "SGLang"
+        done = tuned.ranks()
+        assert done.returncode == 0, done.stdout + done.stderr
+        (line,) = [line for line in tuned.log.splitlines() if "[verify-graphs] NCCL 2.27.3" in line]
+        assert "NCCL_ALGO=Ring (flag): in use" in line
+
+    def test_nccl_stops_writing_its_log(self, tuned: Recorded) -> None:
+        for pid in {call.pid for call in tuned.calls("ncclCommInitRank")}:
+            calls = [call for call in tuned.calls() if call.pid == pid]
+            path = next(
+                c.environ["NCCL_DEBUG_FILE"] for c in calls if "NCCL_DEBUG_FILE" in c.environ
+            )
+            assert not Path(path).parent.exists()
+            reset = [call for call in calls if call.name == "ncclResetDebugInit"]
+            assert reset
+            assert "NCCL_DEBUG" not in reset[0].environ
 
 
-def test_every_rank_proves_it(tuned: Recorded) -> None:
-    report = tuned.nccl()
-    assert report["problems"] == []
-    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
-    for rank in report["ranks"]:
-        assert (rank["world_size"], rank["nccl_version"]) == (2, "2.27.3")
-        assert rank["library"].endswith("libnccl.so.2")
-        algorithm, protocol = rank["variables"]["NCCL_ALGO"], rank["variables"]["NCCL_PROTO"]
-        assert (algorithm["requested"], algorithm["effective"]) == ("Ring", "Ring")
-        assert (algorithm["source"], protocol["source"]) == ("flag", "profile no-ll128")
-        for one in (algorithm, protocol):
-            assert (one["read_by_nccl"], one["in_use"]) == (True, True), one
-        assert rank["variables"]["NCCL_IB_TIMEOUT"]["source"] == "shell"
-        assert rank["variables"]["NCCL_CUMEM_ENABLE"]["source"] == "SGLang"
-    done = tuned.ranks()
-    assert done.returncode == 0, done.stdout + done.stderr
-    (line,) = [line for line in tuned.log.splitlines() if "[verify-graphs] NCCL 2.27.3" in line]
-    assert "NCCL_ALGO=Ring (flag): in use" in line
-
-
-def test_nccl_stops_writing_its_log(tuned: Recorded) -> None:
-    for pid in {call.pid for call in tuned.calls("ncclCommInitRank")}:
-        calls = [call for call in tuned.calls() if call.pid == pid]
-        path = next(c.environ["NCCL_DEBUG_FILE"] for c in calls if "NCCL_DEBUG_FILE" in c.environ)
-        assert not Path(path).parent.exists()
-        reset = [call for call in calls if call.name == "ncclResetDebugInit"]
-        assert reset
-        assert "NCCL_DEBUG" not in reset[0].environ
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def broken(pair: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
     """SGLang overwrites, rank 0 writes late, rank 1 has a value of its own."""
     arguments = [
@@ -144,27 +148,30 @@ def broken(pair: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> It
         started.stop()
 
 
-def test_an_override_a_late_write_and_a_differing_rank_are_each_named(broken: Recorded) -> None:
-    report = broken.nccl()
-    first, second = (rank["variables"] for rank in report["ranks"])
-    for name, asked, has in (
-        ("NCCL_NVLS_ENABLE", "0", "1"),
-        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "8"),
-    ):
-        for variables in (first, second):
-            one = variables[name]
-            assert (one["requested"], one["effective"]) == (asked, has)
-            assert one["status"].startswith("overridden by SGLang"), one
-    assert first["NCCL_NTHREADS"]["status"] == "set, ignored: communicator already up"
-    assert "NCCL_BUFFSIZE" not in first
-    assert second["NCCL_BUFFSIZE"]["effective"] == "1048576"
-    said = "\n".join(report["problems"])
-    for name in ("NVLS_ENABLE", "MAX_CONNECTIONS", "NCCL_NTHREADS", "NCCL_BUFFSIZE differs"):
-        assert name in said
-        assert name in broken.log
-    done = broken.ranks()
-    assert done.returncode == 1
-    assert "NCCL_BUFFSIZE" in done.stdout
+class TestBroken:
+    def test_an_override_a_late_write_and_a_differing_rank_are_each_named(
+        self, broken: Recorded
+    ) -> None:
+        report = broken.nccl()
+        first, second = (rank["variables"] for rank in report["ranks"])
+        for name, asked, has in (
+            ("NCCL_NVLS_ENABLE", "0", "1"),
+            ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "8"),
+        ):
+            for variables in (first, second):
+                one = variables[name]
+                assert (one["requested"], one["effective"]) == (asked, has)
+                assert one["status"].startswith("overridden by SGLang"), one
+        assert first["NCCL_NTHREADS"]["status"] == "set, ignored: communicator already up"
+        assert "NCCL_BUFFSIZE" not in first
+        assert second["NCCL_BUFFSIZE"]["effective"] == "1048576"
+        said = "\n".join(report["problems"])
+        for name in ("NVLS_ENABLE", "MAX_CONNECTIONS", "NCCL_NTHREADS", "NCCL_BUFFSIZE differs"):
+            assert name in said
+            assert name in broken.log
+        done = broken.ranks()
+        assert done.returncode == 1
+        assert "NCCL_BUFFSIZE" in done.stdout
 
 
 def test_a_rank_without_the_plugin_is_named_and_nobody_hangs(
