@@ -16,14 +16,18 @@ MIN_TRIALS = 4.0
 """Below, a position is unknown."""
 _MEMORY = 400.0
 """Trials after which evidence weighs 1/e: an error of some 2% in the accept length."""
-_DOUBTED = 16.0
+_DOUBTED = 8.0
 """Most trials that a position keeps when an earlier one was seen to change."""
+_FOLLOW = 0.5
+"""Share of that change, in log-odds, then expected of it: what raised an alarm is extreme."""
 _SLACK = 0.03
 """Smallest change of a probability that is looked for."""
 _ALARM = 6.0
 """Log-likelihood ratio of a change. A steady position raises a false alarm once in some 6,000
-trials, and the accept length is off by 1.5%; 400 requests after a change of all positions from 0.7
-to 0.5 by 5%, from 0.85 to 0.35 by 2% (means of simulated runs)."""
+trials, and the accept length is off by some 1.5%; 400 requests after a change of all positions from
+0.7 to 0.5 by some 5%, from 0.85 to 0.35 by 2% (means of simulated runs)."""
+_SUSPECT = 2.0
+"""Log-likelihood ratio from which a rise is worth a look before it is believed."""
 _TOGETHER = 8
 """Requests that are counted before the estimate is brought up to date, unless it is asked for."""
 
@@ -34,11 +38,13 @@ class _Position:
     The stretches are those of a CUSUM: one starts again when it speaks against a change.
     """
 
-    __slots__ = ("accepted", "stretches", "trials")
+    __slots__ = ("accepted", "rising", "stretches", "trials")
 
     def __init__(self) -> None:
         self.trials = 0.0
         self.accepted = 0.0
+        self.rising = 0.0
+        """Probability in the latest stretch, while that may be a rise."""
         self.stretches = {1: (0.0, 0.0), -1: (0.0, 0.0)}
 
     def add(self, trials: int, accepted: int) -> float:
@@ -58,6 +64,8 @@ class _Position:
             self.stretches[sign] = tried, passed
             after, pooled = passed / tried if tried else before, self.accepted / self.trials
             apart = tried * _divergence(after, pooled) + others * _divergence(before, pooled)
+            if sign > 0:
+                self.rising = after if apart > _SUSPECT else 0.0
             if apart > _ALARM:
                 self.trials, self.accepted = tried, passed
                 self.stretches = dict.fromkeys(self.stretches, (0.0, 0.0))
@@ -65,9 +73,9 @@ class _Position:
         return 0.0
 
     def doubt(self, shift: float) -> None:
-        """Expect as large a change as was seen before this draft, with little confidence."""
+        """Expect to follow a change that was seen before this draft, with little confidence."""
         if self.trials:
-            odds = math.exp(shift + _log_odds(self.accepted / self.trials))
+            odds = math.exp(_FOLLOW * shift + _log_odds(self.accepted / self.trials))
             self.trials = min(self.trials, _DOUBTED)
             self.accepted = self.trials * odds / (1 + odds)
 
@@ -174,7 +182,7 @@ class Acceptance:
             else:
                 reached *= p.value
                 value += reached
-            high = p.high if p else high
+            high = max(p.high, self._positions[position - 1].rising) if p else high
             reached_at_most *= high
             most += reached_at_most
             found.append((value, most))

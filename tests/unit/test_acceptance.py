@@ -146,11 +146,24 @@ def test_deeper_drafts_are_expected_to_follow_an_earlier_one() -> None:
     """Traffic changed while only the first draft was taken: the others are not what they were."""
     acceptance, rng = Acceptance(3), random.Random(0)
     feed(acceptance, rng, [0.3] * 3, 3000)
+    before, _ = acceptance.expected()[3]
     feed(acceptance, rng, [0.85], 400, steps=1)
-    assert known(acceptance, 3) == pytest.approx(length_of([0.85] * 3, 3), rel=0.15)
-    third = acceptance.probability(3)
-    assert third is not None
-    assert third.high - third.low > 0.2
+    after, most = acceptance.expected()[3]
+    assert before is not None
+    assert after is not None
+    assert after > before + 0.9
+    assert most > length_of([0.85] * 3, 3)
+
+
+def test_a_possible_rise_raises_what_may_be_accepted_before_what_is_expected() -> None:
+    acceptance, rng = Acceptance(1), random.Random(0)
+    feed(acceptance, rng, [0.3], 3000, steps=1)
+    expected, most = acceptance.expected()[1]
+    acceptance.observe(1, [1] * 4)
+    then_expected, then_most = acceptance.expected()[1]
+    assert then_most > most + 0.2
+    assert expected is not None
+    assert then_expected == pytest.approx(expected, abs=0.02)
 
 
 def test_steady_traffic_raises_few_alarms() -> None:
