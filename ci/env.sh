@@ -40,6 +40,7 @@ common="numpy requests triton ipython aiohttp orjson psutil pybase64 pillow msgs
         safetensors tokenizers"
 server="jsonschema soundfile==0.13.1 python-multipart"
 model="gguf safetensors tokenizers"
+ray="ray==2.60.0 msgpack protobuf filelock click packaging"
 
 if [[ -z ${packages[$release]:-} ]]; then
   echo "ci/env.sh: no package set for SGLang $release (known: ${!packages[*]})" >&2
@@ -93,6 +94,15 @@ else
     pip install .
   fi
   echo "$mode" >"$dir/.package"
+fi
+# One Ray for all environments, for tests/engine/test_ray.py alone: 79 MB to fetch, 250 MB on disk.
+if [[ -n $editable && $(cat .cache/ray/.ray 2>/dev/null || true) != "$ray" ]]; then
+  started=$SECONDS
+  rm -rf .cache/ray
+  # shellcheck disable=SC2086
+  pip install --no-deps --target .cache/ray $ray
+  echo "$ray" >.cache/ray/.ray
+  say "Ray ready in .cache/ray after $((SECONDS - started)) s"
 fi
 "$dir/bin/python" -c '
 from importlib.metadata import version

@@ -102,12 +102,14 @@ import json, sys
 
 def attributes():
     from sglang.srt import server_args
+    from sglang.srt.distributed.device_communicators import pynccl
     from sglang.srt.managers import scheduler
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner
     from sglang.srt.speculative import eagle_worker_v2
     owners = (
         server_args.ServerArgs, scheduler.Scheduler, eagle_worker_v2.EAGLEWorkerV2,
         eagle_worker_v2.EagleDraftWorker, decode_cuda_graph_runner.DecodeCudaGraphRunner,
+        pynccl.PyNcclCommunicator,
         server_args, scheduler, eagle_worker_v2, decode_cuda_graph_runner,
     )
     return {f"{o.__name__}.{k}": v for o in owners for k, v in list(vars(o).items())}
@@ -184,8 +186,13 @@ class TestOnSGLang:
     def test_without_plugins_the_wrappers_are_in_place_and_come_off(self) -> None:
         got = sglang(_ROAD, **{ENV: Settings().to_json()})
         assert got == {
-            "wrapped": ["Scheduler.get_internal_state", "Scheduler.init_all_cuda_graphs"],
+            "wrapped": [
+                "PyNcclCommunicator.__init__",
+                "Scheduler.get_internal_state",
+                "Scheduler.init_all_cuda_graphs",
+            ],
             "patched": [
+                "sglang.srt.distributed.device_communicators.pynccl:PyNcclCommunicator.__init__",
                 "sglang.srt.managers.scheduler:Scheduler.get_internal_state",
                 "sglang.srt.managers.scheduler:Scheduler.init_all_cuda_graphs",
             ],
@@ -216,6 +223,6 @@ class TestOnSGLang:
         many, lonely = got["ends"]
         assert "--verify-graph-steps 'many'" in many
         assert f"add {ON}" in lonely
-        assert got["env"] == Settings(steps=(0, 1)).to_json()
+        assert got["env"] == Settings(steps=(0, 1), nccl_shell=()).to_json()
         assert got["port"] == 31999
         assert not any("ServerArgs" in target for target in got["patched"])
