@@ -24,8 +24,8 @@ NO_PROBE = -1
 
 _SPEND, _SAVE = 0.012, 3.0
 """Probes may lose this share of all tokens, and at most this many rounds' worth saved up: over
-1,000 rounds 12 + 3, and what the last probe took beyond 3. That is within 2% while no probe loses
-more than 8, which takes rounds 3.5 times as dear as those of the choice."""
+1,000 rounds 12 + 3, and what single probes took beyond 3. Of that, debt beyond 1.5 is forgiven, so
+that a probe in a large batch does not blind a small one; the waits below keep dear probes rare."""
 _NARROWER, _WIDER = 1.25, 2.0
 """Without any guess a round is charged as so many of the choice, until its cost is known."""
 _LEAST_LOSS = 0.05
@@ -186,7 +186,7 @@ class StepChooser:
         if rounds:
             full = _SAVE * requests / rounds
             saved = min(self._budget + _SPEND * requests, full)
-            self._budget = max(saved, -2 * full) if self._probing else full
+            self._budget = max(saved, -full / 2) if self._probing else full
         for bucket in due:
             if bucket.chosen not in bucket.costs:
                 continue
