@@ -120,7 +120,9 @@ def _count(row: dict[str, Any]) -> str:
 
 
 def _gpu(run: dict[str, Any]) -> str:
-    backends = ", ".join(dict.fromkeys(row["attention"] for row in run["equality"]))
+    backends = ", ".join(
+        dict.fromkeys(row["attention"] for row in (*run["equality"], *run["rows"]))
+    )
     return f"{run['device']}: {backends}, {run['date'][:10]}"
 
 
