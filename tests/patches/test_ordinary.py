@@ -41,4 +41,4 @@ def test_nothing_else_changes(pair: dict[str, str]) -> None:
     stock = serve(pair, STOCK)
     assert serve(pair, {}) == stock
     assert stock["leaked"] == 0
-    assert sum(stock["verify"].values() if ONE_WIDTH else [stock["verifies"]]) > 0
+    assert stock["verify" if ONE_WIDTH else "verifies"]
