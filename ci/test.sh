@@ -66,7 +66,7 @@ step "ruff check" "$(bin "$newest")/ruff" check .
 step "ruff format" "$(bin "$newest")/ruff" format --check .
 step "mypy" "$(bin "$newest")/mypy"
 step "unit and contract" env SGLANG_SOURCES="$PWD/.cache/sglang" \
-  "$(bin "$newest")/python" -m pytest -m "not engine and not gpu" tests/unit tests/contract
+  "$(bin "$newest")/python" -m pytest -n 2 -m "not engine and not gpu" tests/unit tests/contract
 
 say "engine tests on ${releases[*]}, side by side"
 pids=()
