@@ -9,6 +9,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from sglang_verify_graphs.buckets import format_ranges
+from sglang_verify_graphs.nccl.evidence import SHELL
 from sglang_verify_graphs.nccl.status import LATE, OVERRIDDEN, REQUESTED, UNSET, RankStatus
 
 _NAMED = 16
@@ -31,6 +32,8 @@ class Mismatch:
     """A variable, or another property of a rank."""
     places: tuple[Place, ...]
     text: str
+    start: bool = False
+    """Whether a strict server starts all the same: SGLang replaced what only the shell had."""
 
 
 def mismatches(groups: Sequence[Sequence[RankStatus]]) -> tuple[Mismatch, ...]:
@@ -98,18 +101,19 @@ def _differing(what: str, values: Mapping[Place, str]) -> list[Mismatch]:
 
 def _broken(ranks: Mapping[Place, RankStatus]) -> Iterator[Mismatch]:
     """What was asked for and is not so, alike on every rank or not."""
-    faults: dict[tuple[str, str], list[Place]] = {}
+    faults: dict[tuple[str, str, bool], list[Place]] = {}
     for place, rank in ranks.items():
         loaded, packaged = rank.nccl_version, rank.packaged_version
         if loaded and packaged and not f"{packaged}.".startswith(f"{loaded}."):
             text = f"NCCL {loaded} is loaded, {packaged} is installed"
-            faults.setdefault(("NCCL version", text), []).append(place)
+            faults.setdefault(("NCCL version", text, False), []).append(place)
         for name, v in rank.variables.items():
             if v.status in (REQUESTED, LATE) or v.status.startswith(OVERRIDDEN):
                 text = f"{name}={show(v.effective)}: {v.status} ({v.evidence})"
-                faults.setdefault((name, text), []).append(place)
-    for (what, text), own in faults.items():
-        yield Mismatch(what, tuple(own), f"{text}, on {where(own)}")
+                start = v.source == SHELL and v.status.startswith(OVERRIDDEN)
+                faults.setdefault((name, text, start), []).append(place)
+    for (what, text, start), own in faults.items():
+        yield Mismatch(what, tuple(own), f"{text}, on {where(own)}", start)
 
 
 def where(ranks: Iterable[Place]) -> str:

@@ -20,7 +20,7 @@ FLAGS = (ENV_FLAG, PROFILE_FLAG, FORCE_FLAG, REAPPLY_FLAG)
 OTHERS = ("CUDA_DEVICE_MAX_CONNECTIONS", "SGLANG_NCCL_SO_PATH")
 """Variables that act on NCCL without its prefix: SGLang sets the first and reads the second."""
 
-_NAME = re.compile(r"NCCL_[A-Z0-9_]+")
+_NAME = re.compile(r"NCCL_(?!VERSION$)[A-Z0-9_]+")  # NVIDIA's CUDA images say theirs so
 
 
 class Request(NamedTuple):

@@ -96,7 +96,8 @@ def two_ranks(target: str) -> list[str]:
         "--max-running-requests": "6",
         "--grammar-backend": "none",
     }
-    return [word for flag in flags.items() for word in flag] + ["--skip-tokenizer-init"]
+    words = [word for flag in flags.items() for word in flag]
+    return [*words, "--skip-tokenizer-init", "--sleep-on-idle"]
 
 
 @pytest.fixture(scope="module")

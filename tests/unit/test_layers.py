@@ -31,7 +31,7 @@ ALLOWED = {
     "nccl.log": {"nccl.evidence"},
     "nccl.profiles": {"errors", "nccl.evidence"},
     "nccl.status": {"nccl.evidence"},
-    "nccl.compare": {"buckets", "nccl.status"},
+    "nccl.compare": {"buckets", "nccl.evidence", "nccl.status"},
 }
 
 _BLOCK = """

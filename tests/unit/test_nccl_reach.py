@@ -340,3 +340,8 @@ def test_nothing_of_torch_or_sglang_is_needed_to_reach(tmp_path: Path) -> None:
         "from sglang_verify_graphs.nccl import profiles, reach, native"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_the_version_that_cuda_images_export_is_no_setting() -> None:
+    shell = {"NCCL_VERSION": "2.28.3-1", "NCCL_VERSIONS": "1", "NCCL_ALGO": "Ring"}
+    assert profiles.as_pairs(shell) == ("NCCL_ALGO=Ring", "NCCL_VERSIONS=1")

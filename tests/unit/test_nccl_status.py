@@ -409,6 +409,15 @@ class TestMismatches:
         assert second.startswith(f"NCCL_ALGO=ring: {LATE} (")
         assert all(text.endswith(", on ranks 0-1 (alpha)") for text in (first, second))
 
+    def test_what_sglang_replaces_of_the_shell_keeps_no_strict_server_from_starting(self) -> None:
+        """Images export CUDA_DEVICE_MAX_CONNECTIONS, and SGLang always writes it."""
+        name = "CUDA_DEVICE_MAX_CONNECTIONS"
+        for source, starts in ((SHELL, True), (FLAG, False)):
+            changed = asked(name, "1", effective="8", overwritten_by="SGLang", source=source)
+            ranks = [replace(r, variables=(changed,)) for r in (self.first, self.second)]
+            (found,) = mismatches([judge(ranks)])
+            assert (found.what, found.start) == (name, starts)
+
     def test_replicas_are_compared_too(self) -> None:
         alone = replace(self.first, world_size=1)
         other = replace(alone, variables=(asked("NCCL_PROTO", "Simple"),))
