@@ -24,13 +24,15 @@ logger = logging.getLogger("sglang_verify_graphs")
 def prove(engine: SchedulerFacts, *, strict: bool) -> dict[str, Any]:
     """Exchange what every rank knows, judge it, say it in one line; what ``/server_info`` shows.
 
-    Ranks that differ are an error line each, and the end of a strict start.
+    There is no line where nobody asked for a variable and no two ranks talk through NCCL. Ranks
+    that differ are an error line each, and the end of a strict start.
     """
     ranks = judge(engine.gather(collect(engine)))
     found = mismatches([ranks])
     problems = [one.text for one in found]
     if engine.tp_rank() == 0:
-        logger.info("[verify-graphs] NCCL %s", _summary(ranks))
+        if summary := _summary(ranks):
+            logger.info("[verify-graphs] NCCL %s", summary)
         for problem in problems:
             logger.error("[verify-graphs] NCCL: %s", problem)
     if strict and (ends := [one.text for one in found if not one.start]):
@@ -45,6 +47,8 @@ def _summary(ranks: Sequence[RankStatus]) -> str:
         for name, one in first.variables.items()
         if one.requested is not None
     ]
+    if not asked and (first.nccl_version is None or len(ranks) == 1):
+        return ""
     return (
         f"{first.nccl_version or 'is not used'} on {len(ranks)} rank(s), of rank 0: "
         f"{'; '.join(asked) or 'no variable was asked for'}"
