@@ -300,13 +300,19 @@ def _init_all_cuda_graphs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     global report
     report = Report()
     try:
+        _capture(instance, settings, lambda: wrapped(*args, **kwargs))
+    finally:
+        reach.forget_log()  # read by now, or never
+
+
+def _capture(scheduler: Any, settings: Settings, stock_capture: Callable[[], None]) -> None:
+    try:
         release = _usable_release(settings)
     except VerifyGraphsError as error:
         _switch_off(str(error))
-        wrapped(*args, **kwargs)
-        reach.forget_log()
+        stock_capture()
         return
-    capture_verify_graphs(instance, settings, release, report, lambda: wrapped(*args, **kwargs))
+    capture_verify_graphs(scheduler, settings, release, report, stock_capture)
 
 
 def _usable_release(settings: Settings) -> Release:

@@ -66,8 +66,6 @@ def collect(engine: SchedulerFacts) -> RankEvidence:
             rank, size, nothing.node, None, None, None, False,
             problem=f"{type(error).__name__}: {error}",
         )  # fmt: skip
-    finally:
-        reach.forget_log()
 
 
 def variables(
