@@ -37,10 +37,11 @@ pytestmark = [
 
 
 def ray_env() -> dict[str, str]:
-    """What raylet and driver share, and no NCCL variable among it."""
+    """What raylet and driver share: no NCCL variable, and no word of which GPUs are there."""
     env = engine_env() | {"SGLANG_CPU_OMP_THREADS_BIND": BIND, "RAY_USAGE_STATS_ENABLED": "0"}
     env["PYTHONPATH"] = os.pathsep.join([str(RAY), env["PYTHONPATH"]])
-    return {name: value for name, value in env.items() if not name.startswith("NCCL_")}
+    left_out = ("NCCL_", "CUDA_VISIBLE_DEVICES")
+    return {name: value for name, value in env.items() if not name.startswith(left_out)}
 
 
 def free_ports(count: int) -> list[str]:
