@@ -10,7 +10,9 @@ import dataclasses
 import functools
 import gc
 import importlib
+import json
 import logging
+import socket
 import time
 from pathlib import Path
 
@@ -263,7 +265,7 @@ _PYTHON = {
     for owner in (
         str, list, dict, set, Exception, gc, importlib, time, logging, logging.Logger, argparse,
         argparse.ArgumentParser, contextlib.ExitStack, collections, dataclasses, object, type,
-        functools, classmethod,
+        functools, classmethod, json, socket,
     )
     for name in dir(owner)
 }  # fmt: skip
@@ -271,6 +273,7 @@ _OTHERS = {
     "__dict__", "environ", "argv", "modules", "parent_process",
     "register_post_import_hook",
     "cuda", "Stream", "distributed", "all_gather_object", "all", "numel",
+    "_get_default_store", "set",
 }  # fmt: skip
 
 
