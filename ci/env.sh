@@ -96,13 +96,19 @@ else
   echo "$mode" >"$dir/.package"
 fi
 # One Ray for all environments, for tests/engine/test_ray.py alone: 79 MB to fetch, 250 MB on disk.
-if [[ -n $editable && $(cat .cache/ray/.ray 2>/dev/null || true) != "$ray" ]]; then
-  started=$SECONDS
-  rm -rf .cache/ray
-  # shellcheck disable=SC2086
-  pip install --no-deps --target .cache/ray $ray
-  echo "$ray" >.cache/ray/.ray
-  say "Ray ready in .cache/ray after $((SECONDS - started)) s"
+if [[ -n $editable ]]; then
+  mkdir -p .cache
+  exec 9>.cache/ray.lock
+  flock 9  # environments are made side by side
+  if [[ $(cat .cache/ray/.ray 2>/dev/null || true) != "$ray" ]]; then
+    started=$SECONDS
+    rm -rf .cache/ray
+    # shellcheck disable=SC2086
+    pip install --no-deps --target .cache/ray $ray
+    echo "$ray" >.cache/ray/.ray
+    say "Ray ready in .cache/ray after $((SECONDS - started)) s"
+  fi
+  exec 9>&-
 fi
 "$dir/bin/python" -c '
 from importlib.metadata import version

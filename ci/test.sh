@@ -53,9 +53,18 @@ engine_tests() {
   echo "$status $((SECONDS - begun))" >"$logs/engine-$1.status"
 }
 
-for release in "${releases[@]}"; do
-  step "set up $release" ci/env.sh "$release" ".venvs/$release" --editable --cpu
-done
+# set_up: the environment of each release, side by side.
+set_up() {
+  local pids=() status=0
+  for release in "${releases[@]}"; do
+    ci/env.sh "$release" ".venvs/$release" --editable --cpu &
+    pids+=($!)
+  done
+  for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
+  return "$status"
+}
+
+step "set up ${releases[*]}" set_up
 step "SGLang source" env PYTHON="$(bin "$newest")/python" ci/sources.sh
 if [[ -n $failed ]]; then
   summary
