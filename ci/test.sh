@@ -5,8 +5,6 @@
 #
 # SGLANG_RELEASES  releases to run on, space-separated (default: 0.5.17 0.5.23); the contract tests
 #                  read every release either way. `ci/matrix.sh` runs on more.
-# ALL              not empty: all engine tests on each of them. By default the last one runs all, and
-#                  the others leave out those of the harness, of NCCL, and of patching itself.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -49,13 +47,8 @@ summary() {
 # engine_tests RELEASE: its output is shown with the release before each line, and kept without.
 engine_tests() {
   local begun=$SECONDS status=0
-  local left_out=(--ignore tests/engine/legacy --ignore tests/patches)
-  if [[ $1 != "$newest" && -z ${ALL:-} ]]; then
-    for name in harness nccl ray; do left_out+=(--ignore "tests/engine/test_$name.py"); done
-    left_out+=(--ignore tests/unit)
-  fi
   "$(bin "$1")/python" -m pytest -v -m engine --junitxml "$logs/$1.engine.xml" tests \
-    "${left_out[@]}" 2>&1 | tee "$logs/engine-$1.log" \
+    --ignore tests/engine/legacy --ignore tests/patches 2>&1 | tee "$logs/engine-$1.log" \
     | sed -u "s/^/$1  /" || status=$?
   echo "$status $((SECONDS - begun))" >"$logs/engine-$1.status"
 }
