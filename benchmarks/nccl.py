@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
 import os
 import re
@@ -37,6 +36,7 @@ from allreduce import (  # noqa: E402
     table,
 )
 from serve import run_header  # noqa: E402
+from serving.engines import write_site  # noqa: E402
 from serving.models import Model, dummy_pair, write_prompts  # noqa: E402
 from serving.ranks import FOLDER, NAME  # noqa: E402
 
@@ -115,17 +115,8 @@ class Server:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """``serving.ranks``, and the package in a bare checkout, are found as installed plugins are."""
-    entries = ["[sglang.srt.plugins]", "ranks_benchmark = serving.ranks:load"]
-    try:
-        importlib.metadata.distribution("sglang-verify-graphs")
-    except importlib.metadata.PackageNotFoundError:
-        entries.append("verify_graphs = sglang_verify_graphs.plugin:load")
-    info = folder / "plugin" / "ranks_benchmark-0.0.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ranks-benchmark\nVersion: 0.0\n")
-    (info / "entry_points.txt").write_text("\n".join(entries) + "\n")
-    paths = [str(info.parent), str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH")]
+    site = write_site(folder, "serving.ranks:load")
+    paths = [str(site), str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH")]
     return dict(os.environ) | NO_MULTICAST | {
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",  # two servers load at the same time

@@ -18,6 +18,7 @@ from sglang_verify_graphs.compat.releases import Release
 from sglang_verify_graphs.compat.twophase import build_workers
 from sglang_verify_graphs.controller import DraftStepsController
 from sglang_verify_graphs.errors import AttestationError, SettingsError, UnsupportedError
+from sglang_verify_graphs.nccl.evidence import shown
 from sglang_verify_graphs.nccl.proof import prove
 from sglang_verify_graphs.policy import FixedSteps, Policy, ScriptedSteps
 from sglang_verify_graphs.settings import FLAG, Settings
@@ -217,7 +218,7 @@ def observing_controller(engine: SGLangEngine) -> DraftStepsController | None:
 
 def _meet(engine: SGLangEngine, settings: Settings) -> None:
     """No rank goes on before all are known to be here, started alike: the others would hang."""
-    own = replace(settings, nccl_shell=None, nccl_driver=None).to_json()
+    own = json.loads(replace(settings, nccl_shell=None, nccl_driver=None).to_json())
     notes = engine.meet(json.dumps([socket.gethostname(), own]), MEETING_SECONDS)
     missing = [str(rank) for rank, note in enumerate(notes) if note is None]
     if missing:
@@ -227,11 +228,20 @@ def _meet(engine: SGLangEngine, settings: Settings) -> None:
         )
     for rank, note in enumerate(notes):
         node, theirs = json.loads(note or "")
-        if theirs != own:
+        unlike = [name for name in own if theirs.get(name) != own[name]]
+        if unlike:
             raise AttestationError(
-                f"[verify-graphs] rank {rank} on {node} was started with {theirs}, rank "
-                f"{engine.tp_rank()} with {own}; start every node with the same flags"
+                f"[verify-graphs] rank {rank} on {node} was started with "
+                f"{_without_secrets(theirs, unlike)}, rank {engine.tp_rank()} with "
+                f"{_without_secrets(own, unlike)}; start every node with the same flags"
             )
+
+
+def _without_secrets(settings: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """These settings, fit for a log."""
+    pairs = [pair.partition("=") for pair in settings.get("nccl_env", ())]
+    fit = settings | {"nccl_env": [f"{name}={shown(name, value)}" for name, _, value in pairs]}
+    return {name: fit.get(name) for name in names}
 
 
 def _attest(

@@ -30,14 +30,6 @@ HERE = Path(__file__).resolve().parent
 TAIL = 4000
 RELEASE = 0.5
 """Seconds in which the driver takes back the memory of a killed process."""
-SITE = """\
-import os
-from wrapt import register_post_import_hook
-os.environ.get("SGLANG_VERIFY_GRAPHS") and __import__("sglang_verify_graphs.bootstrap")
-register_post_import_hook("serving.probe:load", "sglang.srt.managers.scheduler")
-"""
-"""``sitecustomize`` of an engine's processes: a road for the probe on releases without plugins too,
-and for the package in a bare checkout, as its ``.pth`` is where it is installed."""
 OLDER_NAMES = {
     "cuda_graph_bs_decode": "cuda_graph_bs",
     "cuda_graph_max_bs_decode": "cuda_graph_max_bs",
@@ -111,6 +103,22 @@ class Sample:
         return sum(n * count for n, count in enumerate(histogram, 1)) / rounds if rounds else 0.0
 
 
+def write_site(folder: Path, hook: str) -> Path:
+    """A ``sitecustomize`` to put on ``PYTHONPATH``: ``hook`` (``module:function``) is called with
+    SGLang's scheduler module, on releases without plugins too.
+
+    In a bare checkout the package comes as by its ``.pth`` where it is installed.
+    """
+    site = folder / "site"
+    site.mkdir(parents=True, exist_ok=True)
+    road = (HERE.parents[1] / "sglang_verify_graphs.pth").read_text()
+    (site / "sitecustomize.py").write_text(
+        f"{road}\nfrom wrapt import register_post_import_hook\n"
+        f"register_post_import_hook({hook!r}, 'sglang.srt.managers.scheduler')\n"
+    )
+    return site
+
+
 def joined(turns: Sequence[Sample]) -> Sample:
     """The same batch served several times: the last one's tokens, and times that are means."""
     return replace(
@@ -156,10 +164,7 @@ class EngineProcess:
         os.close(child)
 
     def _environment(self) -> dict[str, str]:
-        """The probe and the package come by ``sitecustomize``, on every release alike."""
-        site = self.folder / "site"
-        site.mkdir(parents=True, exist_ok=True)
-        (site / "sitecustomize.py").write_text(SITE)
+        site = write_site(self.folder, "serving.probe:load")
         env = dict(os.environ) | (self.spec.env or {})
         for name in ("SGLANG_VERIFY_GRAPHS", "SGLANG_PLUGINS"):
             env.pop(name, None)

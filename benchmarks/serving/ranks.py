@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,9 @@ FOLDER = "RANKS_BENCHMARK_FOLDER"
 NAME = "rank-{}.json"
 
 
-def load() -> None:
-    """Entry point ``sglang.srt.plugins``."""
-    module = sys.modules.get("sglang.srt.managers.scheduler")
-    if module is None or FOLDER not in os.environ:
-        return
+def load(module: Any) -> None:
+    """Called when SGLang has imported ``managers.scheduler``."""
     initialise = module.Scheduler.__init__
-    if hasattr(initialise, "__wrapped__"):
-        return
 
     @functools.wraps(initialise)
     def initialise_and_watch(self: Any, *args: Any, **kwargs: Any) -> None:

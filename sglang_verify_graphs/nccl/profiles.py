@@ -71,11 +71,11 @@ def parse_pairs(pairs: Iterable[str]) -> dict[str, str]:
         name, equals, value = pair.partition("=")
         if not accepted(name):
             raise SettingsError(
-                f"{ENV_FLAG} {pair!r}: {name!r} is no NCCL variable; give a NCCL_ "
-                f"name or one of {', '.join(OTHERS)}"
+                f"{ENV_FLAG}: {name!r} is no NCCL variable; give a NCCL_ name or one of "
+                f"{', '.join(OTHERS)}"
             )
         if not equals or not value.isprintable() or not value.strip():
-            raise SettingsError(f"{ENV_FLAG} {pair!r}: it must be NAME=VALUE with a value")
+            raise SettingsError(f"{ENV_FLAG} {name}: it must be NAME=VALUE with a value")
         found[name] = value.strip()
     return found
 

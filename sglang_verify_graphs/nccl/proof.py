@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def prove(engine: SchedulerFacts, *, strict: bool) -> dict[str, Any]:
     found = mismatches([ranks])
     problems = [one.text for one in found]
     if engine.tp_rank() == 0:
-        if summary := _summary(ranks):
+        for summary in _summary(ranks):
             logger.info("[verify-graphs] NCCL %s", summary)
         for problem in problems:
             logger.error("[verify-graphs] NCCL: %s", problem)
@@ -40,19 +40,18 @@ def prove(engine: SchedulerFacts, *, strict: bool) -> dict[str, Any]:
     return report(ranks) | {"problems": problems}
 
 
-def _summary(ranks: Sequence[RankStatus]) -> str:
+def _summary(ranks: Sequence[RankStatus]) -> Iterator[str]:
     first = ranks[0]
     asked = [
         f"{name}={one.effective} ({one.source}): {one.status}"
         for name, one in first.variables.items()
         if one.requested is not None
     ]
-    if not asked and (first.nccl_version is None or len(ranks) == 1):
-        return ""
-    return (
-        f"{first.nccl_version or 'is not used'} on {len(ranks)} rank(s), of rank 0: "
-        f"{'; '.join(asked) or 'no variable was asked for'}"
-    )
+    if asked or (first.nccl_version and len(ranks) > 1):
+        yield (
+            f"{first.nccl_version or 'is not used'} on {len(ranks)} rank(s), of rank 0: "
+            f"{'; '.join(asked) or 'no variable was asked for'}"
+        )
 
 
 def collect(engine: SchedulerFacts) -> RankEvidence:

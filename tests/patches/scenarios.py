@@ -33,6 +33,7 @@ def _internal_state(engine: Engine) -> dict[str, Any]:
 
 def serve(config: dict[str, Any], requests: int, max_new_tokens: int) -> dict[str, Any]:
     """Serve all requests at once; what SGLang itself reports of it."""
+    import sglang
     from sglang_cpu_engine import GRAPHS
 
     warnings = _Warnings()
@@ -48,6 +49,7 @@ def serve(config: dict[str, Any], requests: int, max_new_tokens: int) -> dict[st
         "graph_rejects": state.get("graph_rejects"),
         "nccl": state.get("nccl"),
         "warnings": warnings.lines,
+        "sglang": sglang.__file__,
     }
 
 

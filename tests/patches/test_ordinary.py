@@ -13,13 +13,14 @@ import pytest
 
 from sglang_verify_graphs.compat.releases import RELEASES
 from tests.engine.worker import ROOT, STANDINS, run_scenario
+from tests.patches.conftest import PATCHED
 
 pytestmark = pytest.mark.engine
 
 ONE_WIDTH = any(r.version == version("sglang") and r.one_width for r in RELEASES)
 STOCK = {"PYTHONPATH": os.pathsep.join([str(STANDINS), str(ROOT)])}
 OF_THE_PATCHES = ("graph_rejects", "nccl")
-"""What a patch adds to the report."""
+"""What a patch adds to the report; a count where nothing was rejected is empty."""
 
 
 def serve(pair: dict[str, str], env: dict[str, str]) -> dict[str, Any]:
@@ -34,11 +35,17 @@ def serve(pair: dict[str, str], env: dict[str, str]) -> dict[str, Any]:
         found = run_scenario(scenario, env=env, timeout=300, settings=None, **load)
     else:
         found = run_scenario("tests.patches.scenarios:serve", graphs=True, env=env, **load)
-    return {name: value for name, value in found.items() if name not in OF_THE_PATCHES}
+    return dict(found)
 
 
 def test_nothing_else_changes(pair: dict[str, str]) -> None:
-    stock = serve(pair, STOCK)
-    assert serve(pair, {}) == stock
+    stock, patched = serve(pair, STOCK), serve(pair, {})
+    assert patched.pop("sglang").startswith(str(PATCHED))
+    assert not stock.pop("sglang").startswith(str(PATCHED))
+    for name in OF_THE_PATCHES:
+        assert stock.pop(name, None) is None
+    assert not patched.pop("graph_rejects", None)
+    patched.pop("nccl", None)
+    assert patched == stock
     assert stock["leaked"] == 0
     assert stock["verify" if ONE_WIDTH else "verifies"]

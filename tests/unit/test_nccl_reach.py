@@ -47,6 +47,12 @@ class TestRequests:
             Settings(nccl_env=(pair,))
         assert "\n" not in str(caught.value)
 
+    @pytest.mark.parametrize("pair", ["MY_TOKEN=s3cr3t", "NCCL_MY_TOKEN=s3cr\n3t"])
+    def test_what_is_refused_is_named_without_its_value(self, pair: str) -> None:
+        with pytest.raises(SettingsError, match="MY_TOKEN") as caught:
+            Settings(nccl_env=(pair,))
+        assert "s3cr" not in str(caught.value)
+
     def test_an_unknown_profile_names_the_known(self) -> None:
         with pytest.raises(SettingsError, match=r"unknown; known are no-ll128, pcie-ll, pcie-p2p"):
             Settings(nccl_profile="fast")

@@ -30,6 +30,8 @@ def serve(
     max_new_tokens: int = 12,
 ) -> dict[str, Any]:
     """Serve random prompts: tokens, acceptance, what was captured and replayed, the report."""
+    import sglang
+
     from tests.engine.legacy.standins import CAPTURES, REPLAYS
 
     engine = start(config, settings, graphs=with_graphs)
@@ -42,6 +44,7 @@ def serve(
         "status": report(engine) if settings is not None else None,
         "ladder": engine.scheduler.server_args.cuda_graph_bs,
         "leaked": engine.leaked_tokens(),
+        "sglang": sglang.__file__,
     }
 
 
