@@ -66,12 +66,7 @@ class RoundCosts:
         0 compares with this server's own rounds without drafts, ``PLAIN_DECODE`` with a server
         without speculation. ``None`` if either cost is unknown.
         """
-        cost, decode = self.round(batch, draft_steps), self.round(batch, against)
-        if cost is None or decode is None:
-            return None
-        return Estimate(
-            cost.value / decode.value, cost.low / decode.high, cost.high / decode.low
-        )  # fmt: skip
+        return break_even(self.round(batch, draft_steps), self.round(batch, against))
 
     def table(self, key: CostKey) -> CostTable:
         """What is known, to be written to a file."""
@@ -100,16 +95,31 @@ def _estimate(ordered: list[float], draft_steps: int) -> Estimate | None:
     return Estimate(value, min(low, value), max(high, value))
 
 
-def verdict(break_even: Estimate | None, accept_length: float | None) -> str:
-    """What speculation earns at this accept length, in two words a user can act on."""
-    if break_even is None:
-        return "unknown: no decode sample, or no round of these steps"
-    if accept_length is None:
+def break_even(cost: Estimate | None, decode: Estimate | None) -> Estimate | None:
+    """Accept length at which a round of ``cost`` earns nothing over one of ``decode``."""
+    if cost is None or decode is None:
+        return None
+    return Estimate(cost.value / decode.value, cost.low / decode.high, cost.high / decode.low)
+
+
+def verdict(
+    needed: Estimate | None, observed: Estimate | float | None, use: int | None = None
+) -> str:
+    """What speculation earns, in words a user can act on; ``use``: the step count that earns most.
+
+    ``needed`` is the break-even accept length, ``observed`` the one there is.
+    """
+    if needed is None:
+        return "unknown: no decode sample"
+    if observed is None:
         return "unknown: no acceptance observed"
-    if break_even.low <= accept_length <= break_even.high:
+    length = observed if isinstance(observed, Estimate) else Estimate(observed, observed, observed)
+    if needed.low <= length.high and length.low <= needed.high:
         return "breaking even"
-    gain = accept_length / break_even.value - 1
-    return f"{'gaining' if gain > 0 else 'losing'} {abs(gain):.0%}"
+    gain = length.value / needed.value - 1
+    if gain > 0:
+        return f"gaining {gain:.0%}"
+    return f"losing {-gain:.0%}" + ("" if use is None else f": use {use} step{'s' * (use != 1)}")
 
 
 @dataclass(frozen=True)
