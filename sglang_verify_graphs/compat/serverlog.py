@@ -45,16 +45,29 @@ _LADDER = re.compile(rb"(?:bs=| )\[([\d, ]{1,65536})\]")
 # entrypoints/engine.py: the repr of a dataclass, from 0.5.23 of a dictionary.
 _ARGUMENT = re.compile(
     rb"\b(speculative_(?:algorithm|num_steps|num_draft_tokens|adaptive)|attention_backend|"
-    rb"disable_(?:decode_)?cuda_graph(?:_padding)?)'?[=:] ?'?(\w+)"
+    rb"disable_cuda_graph(?:_padding)?|cuda_graph_max_bs|enable_dp_attention)'?[=:] ?'?(\w+)"
 )
-_DECODE_BACKEND = re.compile(rb"'?decode'?[=:] ?\w*[({]'?backend'?[=:] ?'?(\w+)")
+_DECODE_BACKEND = re.compile(rb"\bdecode'?[=:] ?\w*[({]'?backend'?[=:] ?'?(\w+)")
 # managers/scheduler.py
 _RUNNING = re.compile(rb"\bmax_running_requests=(\d{1,7}),")
-# raised by the graph runners, so inside a traceback.
-_FAULTS = (b"graph failed: ", b"out of memory", b"illegal memory access")
+# raised by the graph runners, so inside a traceback; speculative/eagle_worker_v2.py; plugins; and
+# argparse, where the package is not installed.
+_MARKS = {
+    b"graph failed: ": "fault", b"Built adaptive runtime state": "built",
+    b"general plugin: verify_graphs": "unloaded",
+    b"unrecognized arguments: --enable-verify-graphs": "unloaded",
+}  # fmt: skip
+_ABOUT = (
+    ("active on ", "active"), ("draft_steps  ", "active"), ("observing stock", "observe"),
+    ("NCCL: ", "nccl problem"), ("NCCL ", "nccl"), ("MEMORY_BUDGET", "memory"), ("rank ", "ranks"),
+    ("live control", "note"), ("only the configured", "note"), ("round costs ", "note"),
+    ("0 draft steps", "note"), ("another library", "note"),
+)  # fmt: skip
+"""Beginnings of what the plugin says; anything else is why it is off."""
+_NOTES = (" forwards so far ran eager", ": SGLang sets this one itself under ")
 _OURS = b"[verify-graphs] "
-_EAGER = re.compile(rb"a (draft|verify|draft_extend) ran eager: ([A-Z_]{1,40})")
-_ROW = re.compile(rb" *(\d{1,3}) +(\d{1,6}) +(\d{1,7}) +(\S.*?) +[\d.]+ +[\d.]+ +[\d.]+")
+_EAGER = re.compile(r"a (draft|verify|draft_extend) ran eager: ([A-Z_]{1,40})")
+_ROW = re.compile(r" *(\d{1,3}) +(\d{1,6}) +(\d{1,7}) +(\S.*?) +[\d.]+ +[\d.]+ +-?[\d.]+")
 _NCCL = re.compile(rb"NCCL (?:INFO|WARN) .{0,200}?\b(NCCL_[A-Z0-9_]{1,60})\b")
 
 
@@ -87,6 +100,9 @@ class Decodes:
     eager: int = 0
     replay: Line | None = None
     refusal: Line | None = None
+    told: int = 0
+    accepted: float = 0.0
+    """Lines that name an accept length, and the sum of those."""
 
 
 @dataclass
@@ -103,12 +119,6 @@ class ServerLog:
     captures: dict[tuple[str, Phase, int], Capture] = field(default_factory=dict)
     """By rank, phase and tokens of a request (0 where not told)."""
     decodes: dict[int, Decodes] = field(default_factory=dict)
-    accepted: float = 0.0
-    verified: int = 0
-    """Requests in the decode lines, and the sum of their accept lengths."""
-    accepting: int = 0
-    """Decode lines that name an accept length above 1."""
-    faults: dict[bytes, list[Line]] = field(default_factory=dict)
     eager: dict[tuple[str, str], Line] = field(default_factory=dict)
     """Of the plugin, by phase and reason."""
     widths: dict[int, tuple[int, str]] = field(default_factory=dict)
@@ -118,6 +128,16 @@ class ServerLog:
     report: dict[str, Any] | None = None
     """``verify_graphs`` of the last ``/server_info`` that stands in the logs."""
     nccl: dict[tuple[str, Process], NcclLog] = field(default_factory=dict)
+
+    @property
+    def ladder(self) -> list[int]:
+        """Captured batches of verify, as far as they are told."""
+        found = {b for key, c in self.captures.items() if key[1] is Phase.VERIFY for b in c.batches}
+        return sorted(found | {top for top, _ in self.widths.values()})
+
+    def first(self, *kinds: str) -> tuple[Line, ...]:
+        """The first line of each of these kinds that there is."""
+        return tuple(self.proofs[kind][0] for kind in kinds if kind in self.proofs)
 
     def add(self, line: bytes, file: str, number: int) -> None:
         """Take one line in; never raises."""
@@ -132,8 +152,9 @@ class ServerLog:
         if head is None:
             self._loose(line, "", file, number)
         while head is not None:  # another where two processes wrote into one line
-            other = _HEAD.search(line, head.end())
-            text = line[head.end() : other.start() if other else None].rstrip()
+            end = head.end()
+            other = _HEAD.search(line, end) if line.find(b"[2", end) > 0 else None
+            text = line[end : other.start() if other else None].rstrip()
             rank = head[1].decode().strip()
             if rank in self.ranks or len(self.ranks) < _RANKS:
                 self.ranks[rank] = None
@@ -162,10 +183,8 @@ class ServerLog:
             found.eager += 1
             found.refusal = found.refusal or _shown(text, file, number)
         if (accept := _ACCEPT.search(text)) and size:
-            length = float(accept[1])
-            self.accepted += size * length
-            self.verified += size
-            self.accepting += length > 1
+            found.told += 1
+            found.accepted += float(accept[1])
             self._prove("accept", text, file, number)
 
     def _capture(self, text: bytes, rank: str, file: str, number: int) -> None:
@@ -185,10 +204,9 @@ class ServerLog:
             return
         for (owner, what, _), capture in reversed(self.captures.items()):
             if owner == rank and what is phase and capture.end is None:
+                capture.batches = batches or capture.batches
                 if found[2] == b"end":
                     capture.end = _shown(text, file, number)
-                else:
-                    capture.batches = batches
                 return
 
     def _arguments(self, text: bytes, rank: str, file: str, number: int) -> None:
@@ -210,24 +228,17 @@ class ServerLog:
 
     def _plugin(self, text: bytes, rank: str, file: str, number: int) -> None:
         self.recognised += 1
-        said = text[len(_OURS) :]
+        said = text[len(_OURS) :].decode(errors="replace")
         if found := _EAGER.match(said):
-            key = found[1].decode(), found[2].decode()
             if len(self.eager) < _BATCHES:
-                self.eager.setdefault(key, _shown(text, file, number))
+                self.eager.setdefault((found[1], found[2]), _shown(text, file, number))
         elif found := _ROW.fullmatch(said):
-            self.widths[int(found[1])] = int(found[3]), found[4].decode()
+            self.widths[int(found[1])] = int(found[3]), found[4]
             self._prove("active", text, file, number)
         else:
-            kinds = (
-                (b"active on ", "active"), (b"draft_steps  ", "active"),
-                (b"observing stock", "observe"), (b"NCCL: ", "nccl problem"), (b"NCCL ", "nccl"),
-                (b"MEMORY_BUDGET", "memory"), (b"live control", "control"),
-                (b"only the configured", "control"), (b"round costs ", "control"),
-            )  # fmt: skip
-            share = b" forwards so far ran eager" in said
-            kind = next((name for start, name in kinds if said.startswith(start)), "off")
-            self._prove("share" if share else kind, text, file, number)
+            kind = next((kind for start, kind in _ABOUT if said.startswith(start)), "off")
+            note = any(words in said for words in _NOTES)
+            self._prove("note" if note else kind, text, file, number)
 
     def _loose(self, text: bytes, rank: str, file: str, number: int) -> None:
         """A line without a head of its own: of a traceback, of NCCL, or an answer of a server."""
@@ -241,12 +252,10 @@ class ServerLog:
             if found and shown(name := found[1].decode(), "") == "":
                 self._prove(name, text, file, number)
         else:
-            for fault in _FAULTS:
-                if fault in text:
+            for mark, kind in _MARKS.items():
+                if mark in text:
                     self.recognised += 1
-                    kept = self.faults.setdefault(fault, [])
-                    if len(kept) < _KEPT:
-                        kept.append(_shown(text, file, number))
+                    self._prove(kind, text, file, number)
 
     def _answer(self, text: bytes, file: str, number: int) -> None:
         if b'"verify_graphs"' not in text:
