@@ -12,12 +12,11 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.request import ProxyHandler, Request, build_opener
 
-from sglang_verify_graphs.errors import CostsError
+from sglang_verify_graphs.cli.client import read
+from sglang_verify_graphs.errors import CostsError, EvidenceError
 
 _LOG_LINES, _LOG_BYTES = 8, 4000
 """The end of the log that an error shows."""
@@ -34,11 +33,7 @@ class LaunchedServer:
         known.add_argument("--api-key")
         given, _ = known.parse_known_args(arguments)
         port = _free_port(given.port)
-        self.url, self.log = f"http://127.0.0.1:{port}", log
-        self._headers = {"content-type": "application/json"}
-        if given.api_key:
-            self._headers["authorization"] = f"Bearer {given.api_key}"
-        self._opener = build_opener(ProxyHandler({}))  # no proxy between here and here
+        self.url, self.log, self._key = f"http://127.0.0.1:{port}", log, given.api_key
         command = [sys.executable, "-m", "sglang.launch_server", *arguments]
         command += ["--host", "127.0.0.1", "--port", str(port)]
         try:
@@ -55,8 +50,8 @@ class LaunchedServer:
     def wait_until_ready(self, deadline: float) -> None:
         while True:
             self._check()
-            with suppress(OSError, HTTPException):
-                self._open("/health", None, 10.0)
+            with suppress(EvidenceError):
+                self._read("/health", None, 10.0)
                 return
             if time.monotonic() > deadline:
                 raise CostsError(
@@ -67,9 +62,9 @@ class LaunchedServer:
     def ask(self, path: str, body: object = None, seconds: float | None = _SECONDS) -> Any:
         """Parsed JSON; None for an empty answer."""
         try:
-            text = self._open(path, body, seconds)
+            text = self._read(path, body, seconds)
             return json.loads(text) if text else None
-        except (OSError, HTTPException, ValueError) as error:
+        except (EvidenceError, ValueError) as error:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(2)  # a server that ends closes its port first
             self._check()
@@ -83,11 +78,8 @@ class LaunchedServer:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(10)
 
-    def _open(self, path: str, body: object, seconds: float | None) -> bytes:
-        data = None if body is None else json.dumps(body).encode()
-        request = Request(self.url + path, data, self._headers)
-        with self._opener.open(request, timeout=seconds) as answer:
-            return bytes(answer.read())
+    def _read(self, path: str, body: object, seconds: float | None) -> bytes:
+        return read(self.url + path, self._key, body, seconds, direct=True)
 
     def _check(self) -> None:
         if (status := self._process.poll()) is not None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_verify_graphs.cli.ranks import fetch
+from sglang_verify_graphs.cli.client import add_key_to, clean, fetch, key_of
 from sglang_verify_graphs.costs import (
     PLAIN_DECODE,
     CostKey,
@@ -79,7 +78,7 @@ def add_to(commands: Any) -> None:
         "--accept-length", type=float, metavar="L",
         help="what if: this accept length at the most draft steps, each position accepted alike",
     )  # fmt: skip
-    parser.add_argument("--api-key", help="the server's (default: SGLANG_API_KEY)")
+    add_key_to(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="write PNGs (extra [report])")
     parser.set_defaults(run=_run)
@@ -89,8 +88,8 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         source = arguments.source
         if source.startswith(("http://", "https://")):
-            key = arguments.api_key or os.environ.get("SGLANG_API_KEY")
-            table, lengths = of_server(fetch(source.rstrip("/") + "/server_info", key))
+            info = fetch(source.rstrip("/") + "/server_info", key_of(arguments))
+            table, lengths = of_server(info)
         else:
             table, lengths = read_costs(Path(source)), {}
         found = report(table, lengths, arguments.accept_length)
@@ -99,7 +98,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
             write_plots(found, arguments.plots)
     except (CostsError, EvidenceError) as error:
-        print("".join(c if c.isprintable() else "?" for c in f"error: {error}"), file=sys.stderr)
+        print(clean(f"error: {error}"), file=sys.stderr)
         return 2
     print(json.dumps(asdict(found), indent=2) if arguments.json else "\n".join(_lines(found)))
     return 0

@@ -64,7 +64,11 @@ class Bench:
         return [body for asked, body in map(json.loads, lines) if asked == path]
 
     def ended(self) -> bool:
-        return not any(_runs(pid) for pid in json.loads(self._pids.read_text()))
+        """Whether no process of it is left, a moment after it was told to end."""
+        pids, deadline = json.loads(self._pids.read_text()), time.monotonic() + 10
+        while any(_runs(pid) for pid in pids) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return not any(_runs(pid) for pid in pids)
 
 
 def _runs(pid: int) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang_verify_graphs.cli import main, ranks
+from sglang_verify_graphs.cli import client, main
 from sglang_verify_graphs.nccl.evidence import Bypass, RankEvidence
 from sglang_verify_graphs.nccl.status import judge, report
 from tests.unit.test_nccl_status import LARGE, asked, evidence, log_of
@@ -192,7 +192,7 @@ class TestNoAnswer:
     def test_too_much(
         self, server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(ranks, "_BYTES", 1 << 20)
+        monkeypatch.setattr(client, "_BYTES", 1 << 20)
         server.body = b" " * (2 << 20)
         assert run(server) == 2
         assert "sends more than 1 MiB" in self.error(capsys)
@@ -200,7 +200,7 @@ class TestNoAnswer:
     def test_too_slow(
         self, server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(ranks, "monotonic", iter([0.0, 31.0]).__next__)
+        monkeypatch.setattr(client, "monotonic", iter([0.0, 31.0]).__next__)
         server.body = b"{}"
         assert run(server) == 2
         assert "takes more than 30 s" in self.error(capsys)
