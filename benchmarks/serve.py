@@ -268,6 +268,8 @@ class Benchmark:
             capture = state["probe"]["capture"]
             print(f"  {role}: up after {engine.booted_in:.0f} s, capture {capture}", flush=True)
             self._record_capture(configuration, engine, state)
+            if engine.spec.engine == VERIFY:
+                engine.command("steps", script=[STEPS])  # as stock: not what pays, what is asked
             if not configuration.tasks:
                 engine.stop()
             yield role, state

@@ -97,6 +97,9 @@ class Acceptance:
     """Accept length of every step count, the bonus token included, on warm requests."""
 
     def __init__(self, max_steps: int) -> None:
+        self.max_steps = max_steps
+        self.observed = 0
+        """Requests that were counted."""
         self.changes = 0
         """How often the traffic was seen to change."""
         self._positions = [_Position() for _ in range(max_steps)]
@@ -110,6 +113,7 @@ class Acceptance:
         for drafts in correct_drafts:
             counts[min(drafts, draft_steps)] += 1
             self._requests += 1
+            self.observed += 1
         if self._requests >= _TOGETHER:
             self._update()
 

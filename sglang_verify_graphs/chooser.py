@@ -64,6 +64,8 @@ class StepChooser:
 
     def __init__(self, plan: CapturePlan, configured: int, costs: RoundCosts) -> None:
         self.costs = costs
+        self.zero = 0
+        """Under which 0 steps are found in the costs: there, or at ``PLAIN_DECODE``."""
         self.acceptance = Acceptance(max(plan.steps))
         self.batches = sorted({b for w in plan.widths for b in w.batches} | {plan.max_batch})
         """Largest batch of each bucket; the last may be one that no graph holds."""
@@ -98,7 +100,7 @@ class StepChooser:
         turn = now % len(self._buckets)  # of those that were not visited, one each time
         due = [bucket for bucket in self._buckets if visits[bucket.at] or bucket.at == turn]
         for bucket in due:
-            known = {k: self.costs.round(bucket.batch, k) for k in bucket.captured}
+            known = {k: self.costs.round(bucket.batch, k or self.zero) for k in bucket.captured}
             bucket.costs = {k: cost for k, cost in known.items() if cost}
             bucket.settled = len(bucket.costs) > 1
         self._account(due, visits, probed)

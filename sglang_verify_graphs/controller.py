@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang_verify_graphs.buckets import CapturePlan, WidthPlan
 from sglang_verify_graphs.compat.engine import SGLangEngine, StepState
+from sglang_verify_graphs.compat.facts import keep_uncached
+from sglang_verify_graphs.control import Control, Mode
+from sglang_verify_graphs.costs import PLAIN_DECODE, RoundCosts
 from sglang_verify_graphs.errors import CaptureError
+from sglang_verify_graphs.feedback import Feedback
 from sglang_verify_graphs.gate import Decision, Phase, RejectReason, VerifyGate
 from sglang_verify_graphs.metrics import Counters
-from sglang_verify_graphs.policy import Policy
+from sglang_verify_graphs.policy import FixedSteps, MeasuredSteps, Policy
 from sglang_verify_graphs.rounds import RoundTimer
 from sglang_verify_graphs.runner import VerifyGraphRunner
 
@@ -50,6 +54,8 @@ class DraftStepsController:
         self.engine = engine
         self.plan = plan
         self.policy = policy
+        self.measured: MeasuredSteps | None = None
+        """Chooses by what it is told of every round, also while another policy is followed."""
         self.observe = observe
         self.captured: list[Captured] = []
         self.states: dict[int, StepState] = {}
@@ -57,11 +63,17 @@ class DraftStepsController:
         self._memory_gb = memory_gb
         self._configured: int = engine.worker.speculative_num_steps
         self._current: int = self._configured
-        self._router: VerifyGraphRunner | None = None
+        self._routers: list[VerifyGraphRunner] = []
+        self._in_charge: Any = None
+        """Whom SGLang asks for a verify graph while nobody else has put a runner there."""
+        self._control = self._wanted = Control(Mode.OBSERVE if observe else Mode.ON)
+        self._own_policy = policy
+        self._stock: StepState | None = None
         self._eager_phases: dict[int, tuple[tuple[Phase, Decision], ...]] = {}
         self._apply: Callable[[StepState], None] = _not_installed
         self.timer = RoundTimer(engine.model_runner.device)
         self.counters = Counters((), log=False)
+        self.feedback = Feedback(self.counters, keep_uncached, None)
 
     def fit_configured_width(self) -> tuple[int, ...]:
         """Batches to capture for the configured width: stock's reach always, more where it fits.
@@ -152,30 +164,49 @@ class DraftStepsController:
 
     # -- start-up: called once every graph exists --------------------------------------------------
 
-    def install(self) -> None:
-        """Put the routers where SGLang keeps its runners and make the configured state current."""
+    def install(self, costs: RoundCosts | None = None) -> None:
+        """Put the routers where SGLang keeps its runners and make the configured state current.
+
+        With ``costs``, draft steps are chosen from here on; without, the policy given stays.
+        """
         log = self.engine.tp_rank() == 0
+        if costs is not None:
+            self.policy = self._own_policy = self._measure(costs)
         gate = VerifyGate(self.plan)
         self.counters = Counters(self.plan, log=log)
+        self.feedback = Feedback(self.counters, keep_uncached, self.measured if log else None)
+        self._stock = self.states[self._configured]
         if not self.observe:
             self.engine.find_by_size(list(self.states.values()))
+        router = None
         targets = {
             k: s.target_graphs for k, s in self.states.items() if s.target_graphs is not None
         }
         if targets:
-            self._router = self._route(Phase.VERIFY, targets, gate)
+            router = self._route(Phase.VERIFY, targets, gate)
         for steps, state in self.states.items():
             self._eager_phases[steps] = _phases_without_graphs(state)
             self.states[steps] = replace(
                 state,
-                target_graphs=self._router,
+                target_graphs=router,
                 draft_graphs=self._wrap(Phase.DRAFT, steps, state.draft_graphs, gate),
                 draft_extend_graphs=self._wrap(
                     Phase.DRAFT_EXTEND, steps, state.draft_extend_graphs, gate
                 ),
             )
         self._apply = self.engine.switch()
-        self._apply(self.states[self._current])
+        self._put(self.states[self._current])
+
+    def _measure(self, costs: RoundCosts) -> MeasuredSteps:
+        captured = tuple(width for width in self.plan.widths if width.batches)
+        self.measured = MeasuredSteps(replace(self.plan, widths=captured), self._configured, costs)
+        if self.engine.tp_rank() == 0:
+            self.timer.on_sample = self.measured.timed
+        return self.measured
+
+    def _put(self, state: StepState) -> None:
+        self._apply(state)
+        self._in_charge = state.target_graphs
 
     def _wrap(self, phase: Phase, steps: int, runner: Any, gate: VerifyGate) -> Any:
         return None if runner is None else self._route(phase, {steps: runner}, gate)
@@ -183,15 +214,23 @@ class DraftStepsController:
     def _route(self, phase: Phase, runners: dict[int, Any], gate: VerifyGate) -> VerifyGraphRunner:
         steps_of_width = {width.width: width.draft_steps for width in self.plan.widths}
         read_facts = self.engine.facts_reader(phase, runners[max(runners)], steps_of_width)
-        return VerifyGraphRunner(
+        router = VerifyGraphRunner(
             phase, runners, gate=gate, counters=self.counters, read_facts=read_facts,
             observe=self.observe,
         )  # fmt: skip
+        self._routers.append(router)
+        return router
 
     # -- serving: called by EAGLEWorkerV2 ----------------------------------------------------------
 
     def activate_step_by_batch(self, batch_size: int) -> None:
         """Head of the decode branch, forward stream, before draft: the one place to switch."""
+        if self._wanted is not self._control:
+            self._obey()
+        if self._control.mode is Mode.OFF:
+            return
+        if self.policy.due:
+            self._agree()
         steps = self.policy.draft_steps(batch_size)
         if steps not in self.states:
             steps = self._configured  # its buckets were dropped at start-up
@@ -204,13 +243,53 @@ class DraftStepsController:
         self.counters.rounds += 1
         for phase, decision in self._eager_phases[steps]:
             self.counters.refuse(phase, decision)
-        self.timer.start(batch_size, steps, self.engine.model_runner.forward_pass_id)
+        timed = PLAIN_DECODE if self._control.cold_zero and steps == 0 else steps
+        self.timer.start(batch_size, timed, self.engine.model_runner.forward_pass_id)
 
     def on_verify_complete(
         self, num_correct_drafts_per_req: list[int], batch_size: int = 0
     ) -> None:
         """One round late and on another stream: counts, and changes nothing."""
-        self.counters.accept(num_correct_drafts_per_req)
+        if self._control.mode is not Mode.OFF:
+            self.feedback.verified(num_correct_drafts_per_req)
+
+    def _agree(self) -> None:
+        """Every rank looks the next rounds up in rank 0's table: only rank 0 is told of rounds."""
+        measured = self.measured
+        assert measured is not None
+        table = measured.decide() if self.engine.tp_rank() == 0 else measured.table
+        measured.install(self.engine.from_rank_0(table.pack()))
+
+    # -- live control ------------------------------------------------------------------------------
+
+    @property
+    def control(self) -> Control:
+        return self._wanted
+
+    def change(self, asked: Mapping[str, float]) -> None:
+        """What is asked for holds from the head of the next decode round on."""
+        self._wanted = self._wanted.change(asked, self.states)
+
+    def _obey(self) -> None:
+        before, now = self._control, self._wanted
+        self._control = now
+        if now.cold_zero != before.cold_zero:
+            self.engine.skip_extend_at_zero(now.cold_zero)
+            self.feedback.skips_extend = now.cold_zero
+            if self.measured is not None:
+                self.measured.skip_extend_at_zero(now.cold_zero)
+        for router in self._routers:
+            router.observe = now.mode is Mode.OBSERVE
+        if now.mode is not Mode.ON:
+            self.policy = FixedSteps(self._configured)
+        elif now.pinned is not None:
+            self.policy = FixedSteps(now.pinned)
+        else:
+            self.policy = self._own_policy
+        if (now.mode is Mode.OFF) != (before.mode is Mode.OFF) and self.in_place():
+            stock = now.mode is Mode.OFF and self._stock
+            self._put(stock or self.states[self._configured])
+            self._current = self._configured
 
     def _give_up(self) -> int:
         """SGLang captured anew while serving (a role switch): only its own width is left."""
@@ -224,7 +303,7 @@ class DraftStepsController:
 
     def in_place(self) -> bool:
         """Whether SGLang still asks our router."""
-        return self.engine.verify_runner() is self._router
+        return self.engine.verify_runner() is self._in_charge
 
     def least_kv_reserved(self) -> int:
         """KV slots a round may allocate in the state that reserves least."""

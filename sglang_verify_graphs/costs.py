@@ -7,10 +7,12 @@ one to another: an MoE's cost is not monotone in the batch, and a bucket may run
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import deque
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from sglang_verify_graphs.errors import CostsError
@@ -28,6 +30,7 @@ _VERIFY_QUANTILE = 0.4
 """Just under the median: drops stalls of the host. Farther down it would price noise as speed."""
 _STALL = 2.0
 """Plain decode is a mean over the samples that took less than this many medians."""
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 _ROWS = 100_000
 """Most rows read from a file; 100 batches by 10 step counts are a thousand."""
 
@@ -68,14 +71,13 @@ class RoundCosts:
         """
         return break_even(self.round(batch, draft_steps), self.round(batch, against))
 
-    def table(self, key: CostKey) -> CostTable:
-        """What is known, to be written to a file."""
-        rows = [
+    def rows(self) -> tuple[CostRow, ...]:
+        """What is known, bucket by bucket."""
+        return tuple(
             CostRow(batch, steps, *cost, samples=len(self._samples[batch, steps]))
             for batch, steps in sorted(self._samples)
             if (cost := self.round(batch, steps)) is not None
-        ]
-        return CostTable(key, tuple(rows))
+        )
 
 
 def _estimate(ordered: list[float], draft_steps: int) -> Estimate | None:
@@ -133,6 +135,23 @@ class CostKey:
     sglang_version: str
     attention_backend: str
     dtype: str
+
+
+def model_digest(path: str, revision: str | None) -> str:
+    """Of a model's shape and files: its config, and names and sizes of its weights.
+
+    A model that was named by its hub is known by name and revision.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        return f"{path}@{revision or 'main'}"
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        if file.name == "config.json":
+            digest.update(file.read_bytes())
+        elif file.suffix in _WEIGHTS:
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -197,6 +216,14 @@ class CostTable:
                 f"round costs were measured elsewhere: {'; '.join(differing)}; calibrate on this "
                 "server, or start without a table and learn while serving"
             )
+
+
+def read_costs(path: Path) -> CostTable:
+    """The table in a file; whatever is wrong with it is a ``CostsError``."""
+    try:
+        return CostTable.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise CostsError(f"cannot read {path} ({error}); calibrate again") from None
 
 
 def _read(kind: Any, data: dict[str, Any]) -> Any:

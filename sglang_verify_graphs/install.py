@@ -1,9 +1,10 @@
 """Applies the wrappers when SGLang's modules are imported, and takes them back by identity.
 
-Five wrappers in all, none of them on anything that is pickled or on the hot path:
+Seven wrappers in all, none of them on anything that is pickled:
 ``ServerArgs.add_cli_args``/``from_cli_args`` in the launcher, and in the scheduler process
 ``Scheduler.init_all_cuda_graphs`` (``init_model_worker`` in releases that capture there),
-``Scheduler.get_internal_state`` and ``PyNcclCommunicator.__init__``. A Ray driver starts its
+``Scheduler.get_internal_state`` and ``set_internal_state``, ``PyNcclCommunicator.__init__``, and
+``SchedulerBatchResultProcessor._resolve_spec_v2_tokens``, once a round. A Ray driver starts its
 scheduler actors through one more object.
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 
 import wrapt
 
+from sglang_verify_graphs.compat.facts import width_and_requests
 from sglang_verify_graphs.compat.nccl import ACTOR, RAY
 from sglang_verify_graphs.compat.patched import carried, mended
 from sglang_verify_graphs.compat.preflight import (
@@ -36,6 +38,7 @@ from sglang_verify_graphs.compat.releases import Release, resolve_release, sglan
 from sglang_verify_graphs.compat.requirements import LAUNCHER, SCHEDULER, requirements_of
 from sglang_verify_graphs.compat.source import Source
 from sglang_verify_graphs.compat.source import installed as sglang_folder
+from sglang_verify_graphs.control import KEYS
 from sglang_verify_graphs.errors import SettingsError, UnsupportedError, VerifyGraphsError
 from sglang_verify_graphs.nccl import reach
 from sglang_verify_graphs.settings import (
@@ -273,11 +276,11 @@ def _patch_scheduler(module: Any) -> None:
     except UnsupportedError as error:
         _switch_off(str(error))
         return
-    wrappers = (_init_all_cuda_graphs, _get_internal_state, _communicator)
-    for need, wrapper in zip(requirements_of(release).scheduler, wrappers, strict=True):
+    for need in requirements_of(release).scheduler:
         if problems := refused(check((need,), in_process)):
             _switch_off(f"{problems[0]}; install a tested SGLang release")
         else:
+            wrapper = _WRAPPERS[need.qualname.split(".")[1]]
             _wrap(importlib.import_module(need.module), need.qualname, wrapper)
 
 
@@ -338,3 +341,28 @@ def _get_internal_state(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
     if os.environ.get(ENV):
         result.internal_state["verify_graphs"] = report.as_dict()
     return result
+
+
+def _set_internal_state(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    asked = (args[0] if args else kwargs["recv_req"]).server_args
+    ours = {key: asked[key] for key in KEYS if key in asked}
+    if ours and report.change(ours):
+        for key in ours:
+            del asked[key]
+    return wrapped(*args, **kwargs)  # which refuses what it does not know
+
+
+def _resolve_spec_v2_tokens(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    if (controller := report.controller) is not None:
+        controller.feedback.result(*width_and_requests(*args, **kwargs))
+    return wrapped(*args, **kwargs)
+
+
+_WRAPPERS: dict[str, Callable[..., Any]] = {
+    "init_all_cuda_graphs": _init_all_cuda_graphs,
+    "init_model_worker": _init_all_cuda_graphs,
+    "get_internal_state": _get_internal_state,
+    "set_internal_state": _set_internal_state,
+    "__init__": _communicator,
+    "_resolve_spec_v2_tokens": _resolve_spec_v2_tokens,
+}

@@ -6,7 +6,7 @@ Every counter is made at start-up: counting on the hot path adds to an integer a
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sglang_verify_graphs.buckets import VerifyBucket
@@ -31,6 +31,8 @@ class Counters:
         self.rounds = 0
         self.accepted_tokens = 0
         self.verified_requests = 0
+        self._after_zero = [0, 0]
+        """Tokens and requests of the first rounds with drafts after some without."""
         self._warned: set[Phase] = set()
 
     def replay(self, phase: Phase, bucket: VerifyBucket, batch: int) -> None:
@@ -69,6 +71,11 @@ class Counters:
             self.accepted_tokens += drafts + 1
             self.verified_requests += 1
 
+    def accept_after_zero(self, correct_drafts: Sequence[int]) -> None:
+        """Count again what was accepted just after rounds without drafts."""
+        self._after_zero[0] += sum(correct_drafts) + len(correct_drafts)
+        self._after_zero[1] += len(correct_drafts)
+
     def total(self, phase: Phase) -> int:
         return sum(self.replayed[phase].values()) + sum(self.eager[phase].values())
 
@@ -89,9 +96,10 @@ class Counters:
             },
             "padded_rows": self.padded_rows,
             "rounds": self.rounds,
-            "accept_length": (
-                round(self.accepted_tokens / self.verified_requests, 4)
-                if self.verified_requests
-                else None
-            ),
+            "accept_length": _mean(self.accepted_tokens, self.verified_requests),
+            "accept_length_after_zero": _mean(*self._after_zero),
         }
+
+
+def _mean(tokens: int, requests: int) -> float | None:
+    return round(tokens / requests, 4) if requests else None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 from sglang_verify_graphs.buckets import CapturePlan
 from sglang_verify_graphs.chooser import NO_PROBE, PROBE_ROUNDS, StepChooser
-from sglang_verify_graphs.costs import RoundCosts
+from sglang_verify_graphs.costs import PLAIN_DECODE, RoundCosts
 from sglang_verify_graphs.errors import AttestationError
 
 PERIOD = 8
@@ -21,6 +21,11 @@ DWELL = 4
 class Policy(Protocol):
     """Asked once at the head of each decode round, on every rank alike."""
 
+    @property
+    def due(self) -> bool:
+        """Whether rank 0's decision must reach every rank before this round."""
+        ...
+
     def draft_steps(self, batch: int) -> int:
         """Steps for a round of ``batch`` requests; must be one of the captured step counts."""
         ...
@@ -28,6 +33,8 @@ class Policy(Protocol):
 
 class FixedSteps:
     """The same step count always: SGLang's own behaviour without ``--speculative-adaptive``."""
+
+    due = False
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -38,6 +45,8 @@ class FixedSteps:
 
 class ScriptedSteps:
     """Cycles through a list, one entry a round, so that tests reach every switch."""
+
+    due = False
 
     def __init__(self, script: Sequence[int]) -> None:
         self._script = tuple(script)
@@ -86,7 +95,7 @@ class MeasuredSteps:
         self._round = 0
         self._held = configured
         self._held_until = 0
-        self._table = StepTable(0, configured, *self.chooser.chosen)
+        self.table = StepTable(0, configured, *self.chooser.chosen)
 
     @property
     def due(self) -> bool:
@@ -103,10 +112,10 @@ class MeasuredSteps:
                 f"{here[2]} buckets here, round {table.round}, {table.held} steps and "
                 f"{len(table.steps)} buckets on rank 0; restart the server and report it"
             )
-        self._table = table
+        self.table = table
 
     def draft_steps(self, batch: int) -> int:
-        number, bucket, table = self._round, self._bucket_of[batch], self._table
+        number, bucket, table = self._round, self._bucket_of[batch], self.table
         self._round = number + 1
         self._visits[bucket] += 1
         probe = table.probes[bucket]
@@ -122,13 +131,35 @@ class MeasuredSteps:
         return self._held
 
     def timed(self, batch: int, draft_steps: int, ms: float) -> None:
-        """Rank 0: a served round of ``batch`` requests took ``ms``, start to start."""
+        """Rank 0: a served round of ``batch`` requests took ``ms``, start to start.
+
+        ``PLAIN_DECODE`` for draft steps is a round of 0 without draft extend.
+        """
         bucket = self.chooser.batches[self._bucket_of[batch]]
         self.chooser.costs.add(bucket, draft_steps, ms)
 
-    def verified(self, draft_steps: int, correct_drafts: Iterable[int]) -> None:
+    def verified(self, draft_steps: int, correct_drafts: Sequence[int]) -> None:
         """Rank 0: correct drafts of the warm requests of a verify, at the steps that it ran."""
         self.chooser.verified(draft_steps, correct_drafts)
+
+    def skip_extend_at_zero(self, skips: bool) -> None:
+        """Rounds of 0 steps cost what a plain decode round does, or pay for the draft extend."""
+        self.chooser.zero = PLAIN_DECODE if skips else 0
+
+    def snapshot(self) -> dict[str, Any]:
+        """What is known and chosen, as plain data."""
+        chooser = self.chooser
+        return {
+            "batches": list(chooser.batches),
+            "chosen": dict(zip(map(str, chooser.batches), self.table.steps, strict=True)),
+            "costs": [asdict(row) for row in chooser.costs.rows()],
+            "accept_length": {
+                str(steps): found and list(found)
+                for steps in range(chooser.acceptance.max_steps + 1)
+                for found in (chooser.acceptance.accept_length(steps),)
+            },
+            "verified_requests": chooser.acceptance.observed,
+        }
 
     def decide(self) -> StepTable:
         """Rank 0: the next table, from what was measured so far."""

@@ -8,15 +8,20 @@ the forward stream, read some rounds later; one that is not ready by then is dro
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 _RING = 8
 
 
 class RoundTimer:
-    """Mean and least round time per (batch, draft_steps), in milliseconds."""
+    """Mean and least round time per (batch, draft_steps), in milliseconds.
+
+    ``on_sample`` is told each one: batch, draft steps, milliseconds.
+    """
 
     def __init__(self, device: str) -> None:
+        self.on_sample: Callable[[int, int, float], None] | None = None
         self._events: list[Any] = []
         if device == "cuda":
             import torch
@@ -53,6 +58,8 @@ class RoundTimer:
             elapsed = self._events[slot].elapsed_time(self._events[after])
         else:
             elapsed = 1e3 * (self._starts[after] - self._starts[slot])
+        if self.on_sample is not None:
+            self.on_sample(*key, elapsed)
         stats = self._sums.get(key)
         if stats is None:
             self._sums[key] = [1, elapsed, elapsed]

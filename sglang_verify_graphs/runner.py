@@ -36,7 +36,7 @@ class VerifyGraphRunner:
         self._gate = gate
         self._counters = counters
         self._read_facts = read_facts
-        self._observe = observe
+        self.observe = observe
 
     def __getattr__(self, name: str) -> Any:
         """Whatever else SGLang reads (``bs``, ``buffers``, ...) is the active runner's."""
@@ -68,7 +68,7 @@ class VerifyGraphRunner:
     def _decide(self, forward_batch: Any) -> Decision:
         facts = self._read_facts(forward_batch)
         decision = self._gate.decide(facts)
-        if decision.bucket is not None or self._observe:
+        if decision.bucket is not None or self.observe:
             runner = self._runners.get(facts.draft_steps, self._active)
             if runner.can_run_graph(forward_batch):
                 if decision.bucket is None:

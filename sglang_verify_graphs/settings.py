@@ -18,6 +18,10 @@ from sglang_verify_graphs.nccl import profiles
 ENV = "SGLANG_VERIFY_GRAPHS"
 FLAG = "--enable-verify-graphs"
 _PREFIX = "--verify-graph-"
+COSTS_FLAG = f"{_PREFIX}costs"
+_SWITCHES = (
+    "observe", "strict", "allow_untested", "cold_zero", "nccl_reapply", "nccl_force_ll128",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,10 @@ class Settings:
     """Turn every refusal into a start-up error."""
     allow_untested: bool = False
     """Run on an SGLang release outside the tested list."""
+    costs: str | None = None
+    """File of measured round costs to start from (``calibrate`` writes it)."""
+    cold_zero: bool = False
+    """Rounds of 0 draft steps skip the draft extend, and their requests accept nothing after."""
     nccl_env: tuple[str, ...] = ()
     """``NAME=VALUE`` for NCCL on every rank; over the shell and over a profile."""
     nccl_profile: str | None = None
@@ -64,7 +72,9 @@ class Settings:
             and 0 < self.memory_gb < float("inf")
         ):
             raise _bad("memory_gb", self.memory_gb, "it must be a number of GiB above 0")
-        for name in ("observe", "strict", "allow_untested", "nccl_reapply", "nccl_force_ll128"):
+        if self.costs is not None and not (isinstance(self.costs, str) and self.costs):
+            raise _bad("costs", self.costs, "it must be a file that calibrate wrote")
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, getattr(self, name), "it must be true or false")
         for name in ("nccl_env", "nccl_shell", "nccl_driver"):
@@ -146,6 +156,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(f"{_PREFIX}max-batch", "Largest batch to capture (default: max running requests).")
     add(f"{_PREFIX}memory-gb", "GPU memory (GiB, each rank) for graphs beyond SGLang's own.")
+    add(COSTS_FLAG, "File of measured round costs to start from (see calibrate).")
+    switch(
+        f"{_PREFIX}cold-zero",
+        "Skip the draft extend in rounds of 0 draft steps; their requests accept nothing after.",
+    )
     switch(f"{_PREFIX}observe", "Stock behaviour; count, time and explain it only.")
     switch(f"{_PREFIX}strict", "Refuse to start where the feature would otherwise be switched off.")
     switch(f"{_PREFIX}allow-untested", "Run on an SGLang release outside the tested list.")
@@ -174,6 +189,8 @@ def settings_from_args(args: argparse.Namespace) -> Settings | None:
         steps=None if get["steps"] is None else _parse_steps(get["steps"]),
         max_batch=_parse("max_batch", get["max_batch"], int, "a whole number of requests >= 1"),
         memory_gb=_parse("memory_gb", get["memory_gb"], float, "a number of GiB above 0"),
+        costs=get["costs"],
+        cold_zero=get["cold_zero"],
         observe=get["observe"],
         strict=get["strict"],
         allow_untested=get["allow_untested"],

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 from sglang_verify_graphs.buckets import CapturePlan, format_ranges, plan_capture
@@ -16,12 +17,19 @@ from sglang_verify_graphs.compat.legacy import engine_of
 from sglang_verify_graphs.compat.preflight import Row
 from sglang_verify_graphs.compat.releases import Release
 from sglang_verify_graphs.compat.twophase import build_workers
+from sglang_verify_graphs.control import COLD_ZERO
 from sglang_verify_graphs.controller import DraftStepsController
-from sglang_verify_graphs.errors import AttestationError, SettingsError, UnsupportedError
+from sglang_verify_graphs.costs import CostKey, RoundCosts, read_costs
+from sglang_verify_graphs.errors import (
+    AttestationError,
+    CostsError,
+    SettingsError,
+    UnsupportedError,
+)
 from sglang_verify_graphs.nccl.evidence import shown
 from sglang_verify_graphs.nccl.proof import prove
 from sglang_verify_graphs.policy import FixedSteps, Policy, ScriptedSteps
-from sglang_verify_graphs.settings import FLAG, Settings
+from sglang_verify_graphs.settings import COSTS_FLAG, FLAG, Settings
 from sglang_verify_graphs.support import EAGLE_WORKERS, ServerFacts, limits_of
 
 logger = logging.getLogger("sglang_verify_graphs")
@@ -43,6 +51,8 @@ class Report:
     preflight: tuple[Row, ...] = ()
     """What is patched and called in this process, and whether it is as expected."""
     controller: DraftStepsController | None = None
+    cost_key: CostKey | None = None
+    """What the costs measured here hold for."""
     nccl: dict[str, Any] | None = None
     """What every rank's NCCL variables came to; None before they are collected."""
 
@@ -56,6 +66,22 @@ class Report:
         if log:
             logger.error("[verify-graphs] %s", why)
 
+    def change(self, asked: Mapping[str, float]) -> bool:
+        """Live control; one line says what came of it, and a bad request changes nothing."""
+        try:
+            if self.controller is None or self.state != "active":
+                raise SettingsError(
+                    f"{', '.join(asked)}: nothing to control, the state is "
+                    f"{self.state!r}; see its reasons in /server_info"
+                )
+            self.controller.change(asked)
+        except SettingsError as error:
+            logger.warning("[verify-graphs] live control refused: %s", error)
+            return False
+        if self.controller.engine.tp_rank() == 0:
+            logger.info("[verify-graphs] live control: %s", dict(asked))
+        return True
+
     def as_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = {
             "state": self.state,
@@ -68,7 +94,10 @@ class Report:
         }
         if (run := self.controller) is not None:
             data |= {
+                "control": run.control.name,
                 "draft_steps": run.current_steps,
+                "policy": run.measured and run.measured.snapshot(),
+                "cost_key": self.cost_key and asdict(self.cost_key),
                 "plan": {str(w.draft_steps): list(w.batches) for w in run.plan.widths},
                 "dropped": {
                     str(w.draft_steps): list(w.dropped) for w in run.plan.widths if w.dropped
@@ -140,11 +169,33 @@ def _capture(
     engine.seat(controller)
     with engine.capturing(controller.fit_configured_width()):
         stock_capture()
-    controller.install()
+    chooses = len(controller.states) > 1 and not settings.script
+    controller.install(_costs(engine, settings, report) if chooses else None)
+    if settings.cold_zero:
+        controller.change({COLD_ZERO: 1})
     report.state, report.controller = "active", controller
     _attest(engine, controller, facts, report)
     if engine.tp_rank() == 0:
         _log_table(controller, report)
+
+
+def _costs(engine: SGLangEngine, settings: Settings, report: Report) -> RoundCosts:
+    """Measured costs to start from; rank 0 reads them and decides for all."""
+    report.cost_key = engine.cost_key()
+    table, problem = None, ""
+    if settings.costs and engine.tp_rank() == 0:
+        try:
+            table = read_costs(Path(settings.costs))
+            table.check(report.cost_key)
+        except CostsError as error:
+            table, problem = None, f"{COSTS_FLAG} {settings.costs}: {error}"
+    if problem := engine.gather(problem)[0]:
+        if settings.strict:
+            raise SystemExit(f"[verify-graphs] not started (--verify-graph-strict): {problem}")
+        report.reasons.append(f"round costs are learned while serving: {problem}")
+        if engine.tp_rank() == 0:
+            logger.error("[verify-graphs] %s", report.reasons[-1])
+    return RoundCosts(table)
 
 
 def _steps(facts: ServerFacts, settings: Settings, report: Report) -> tuple[int, ...]:
@@ -153,7 +204,13 @@ def _steps(facts: ServerFacts, settings: Settings, report: Report) -> tuple[int,
     if limits and not limits[0].fixed_width:
         raise UnsupportedError(limits[0].message)
     if not limits:
-        return _without_zero(settings.steps_for(facts.draft_steps), facts, settings, report)
+        steps = _without_zero(settings.steps_for(facts.draft_steps), facts, settings, report)
+        if settings.cold_zero and 0 not in steps:
+            raise SettingsError(
+                "--verify-graph-cold-zero: 0 draft steps are not captured; put 0 among "
+                "--verify-graph-steps, or leave the flag out"
+            )
+        return steps
     wanted = set(settings.steps or ()) | set(settings.script)
     if settings.strict and wanted - {facts.draft_steps}:
         raise UnsupportedError(limits[0].message)

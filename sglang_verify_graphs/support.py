@@ -180,7 +180,7 @@ LIMITS: tuple[Limit, ...] = (
         "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND",
         lambda f: f.skip_zero_extend,
         "rounds without drafts would leave holes in the draft KV",
-        "unset it for several widths",
+        "unset it and ask for --verify-graph-cold-zero, which keeps account of them",
         fixed_width=True,
     ),
     Limit(

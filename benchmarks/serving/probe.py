@@ -213,7 +213,7 @@ class Probe:
         return self._logits
 
     def _do_gate_on(self) -> None:
-        self._gate = GateTimer(self._controller()._router)
+        self._gate = GateTimer(self._controller()._in_charge)
 
     def _do_gate_off(self) -> dict[str, Any]:
         assert self._gate is not None

@@ -122,6 +122,10 @@ class SGLangEngine(SchedulerFacts):
                 if runner is not None:
                     runner.disable_padding = False
 
+    def skip_extend_at_zero(self, skips: bool) -> None:
+        """Whether SGLang leaves the draft extend out of rounds without drafts."""
+        module("sglang.srt.environ").envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.set(skips)
+
     def switch(self) -> Callable[[StepState], None]:
         """A function that makes a state the worker's; it allocates nothing and keeps no log.
 

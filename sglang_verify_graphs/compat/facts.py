@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 from sglang_verify_graphs.compat.releases import Release
+from sglang_verify_graphs.costs import CostKey, model_digest
 from sglang_verify_graphs.gate import BatchFacts, Phase
 from sglang_verify_graphs.support import ServerFacts
 
@@ -130,6 +131,23 @@ class SchedulerFacts:
         }[name]
         return int(read())
 
+    def cost_key(self) -> CostKey:
+        """What round costs depend on, and what they may not be carried across."""
+        torch = module("torch")
+        draft = getattr(self.worker, "_draft_worker", self.worker)
+        models = self.model_runner.model_config, draft.draft_runner.model_config
+        backend = self.config("decode_attention_backend") or self.config("attention_backend")
+        device = self.model_runner.device
+        return CostKey(
+            gpu=torch.cuda.get_device_name() if device == "cuda" else device,
+            tp_size=self.config("tp_size"),
+            model_digest=model_digest(models[0].model_path, models[0].revision),
+            draft_digest=model_digest(models[1].model_path, models[1].revision),
+            sglang_version=self.release.version,
+            attention_backend=str(backend),
+            dtype=str(models[0].dtype).removeprefix("torch."),
+        )
+
     # -- batches ---------------------------------------------------------------------------------
 
     def facts_reader(
@@ -212,6 +230,16 @@ class SchedulerFacts:
         distributed.all_gather_object(found, value, group=self._cpu_group())
         return found
 
+    def from_rank_0(self, numbers: list[int]) -> list[int]:
+        """These numbers as rank 0 has them, on every rank; as many everywhere."""
+        if self.config("tp_size") == 1:
+            return numbers
+        torch = module("torch")
+        group = module("sglang.srt.distributed.parallel_state").get_tp_group()
+        sent = torch.tensor(numbers, dtype=torch.int64)
+        torch.distributed.broadcast(sent, src=group.ranks[0], group=group.cpu_group)
+        return list(sent.tolist())
+
     def meet(self, note: str, seconds: float) -> list[str | None]:
         """``note`` of every TP rank, in rank order; None for one that does not come here in time.
 
@@ -243,6 +271,16 @@ class SchedulerFacts:
         if not self.release.config_bags:
             return 0
         return len(runtime_context().get_context()._overrides_log)
+
+
+def width_and_requests(result: Any, batch: Any) -> tuple[int, Sequence[Any]]:
+    """Tokens per request that a verify ran with, and its requests."""
+    return result.speculative_num_draft_tokens, batch.reqs
+
+
+def keep_uncached(request: Any) -> None:
+    """Nothing more of a request goes into the radix cache: its prompt is there already."""
+    request.skip_radix_cache_insert = True
 
 
 def module(name: str) -> Any:

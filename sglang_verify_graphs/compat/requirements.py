@@ -31,8 +31,7 @@ class Requirements:
     launcher: tuple[Requirement, ...]
     """Wrapped while the launcher parses flags."""
     scheduler: tuple[Requirement, ...]
-    """Wrapped in every scheduler process: the capture first, the server information second, the
-    communicator last."""
+    """Wrapped in every scheduler process."""
     capture: tuple[Requirement, ...]
     """Replaced, in the module that is named, for the time of a capture."""
     worker: tuple[Requirement, ...]
@@ -57,6 +56,13 @@ COMMUNICATOR = Requirement(
 """Makes the first NCCL communicator of a rank: the world group has none, and those of torch come up
 at their first collective (distributed/parallel_state.py)."""
 
+RESULT = Requirement(
+    f"{_SRT}.managers.scheduler_components.batch_result_processor",
+    "SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
+    ("self", "result", "batch"),
+)
+"""Takes up what a verify accepted, some time after; only the result says which width it ran."""
+
 
 def requirements_of(release: Release) -> Requirements:
     """The requirements of a release, chosen by its capabilities."""
@@ -65,7 +71,9 @@ def requirements_of(release: Release) -> Requirements:
         (
             Requirement(SCHEDULER, _capture_entry(release), ("self",)),
             Requirement(SCHEDULER, "Scheduler.get_internal_state", ("self", "recv_req")),
+            Requirement(SCHEDULER, "Scheduler.set_internal_state", ("self", "recv_req")),
             COMMUNICATOR,
+            *(() if release.one_width else (RESULT,)),
         ),
         tuple(_capture(release)),
         (

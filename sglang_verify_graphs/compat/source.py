@@ -83,17 +83,21 @@ class Source:
         return None
 
     def _top(self, module: str, name: str) -> Definition:
-        for node in _statements(self.tree(module)):
+        # Definitions first: a module may import a name of its own back, for type checkers.
+        statements = list(_statements(self.tree(module)))
+        for node in statements:
             if isinstance(node, Function | ast.ClassDef) and node.name == name:
                 return Definition(module, node)
             if name in _assigned(node):
                 return Definition(module, node)
-            if isinstance(node, ast.ImportFrom):
-                for alias in node.names:
-                    if (alias.asname or alias.name) == name:
-                        origin = self._absolute(module, node)
-                        if self._path(origin) is not None:
-                            return self._top(origin, alias.name)
+        for node in statements:
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    origin = self._absolute(module, node)
+                    if self._path(origin) is not None:
+                        return self._top(origin, alias.name)
         raise Missing(f"{module}:{name}")
 
     def _absolute(self, module: str, node: ast.ImportFrom) -> str:

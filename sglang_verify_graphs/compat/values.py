@@ -93,6 +93,11 @@ def attributes(release: Release) -> dict[str, tuple[str, ...]]:
             *(("SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND",) if release.zero_steps else ()),
         ),
         f"{_SRT}.managers.io_struct:GetInternalStateReqOutput": ("internal_state",),
+        f"{_SRT}.managers.io_struct:SetInternalStateReq": ("server_args",),
+        f"{_SRT}.managers.schedule_batch:ScheduleBatch": ("reqs",),
+        f"{_SRT}.managers.schedule_batch:Req": ("skip_radix_cache_insert",),
+        f"{_SRT}.managers.utils:GenerationBatchResult": ("speculative_num_draft_tokens",),
+        f"{_SRT}.configs.model_config:ModelConfig": ("model_path", "revision", "dtype"),
     }  # fmt: skip
     if release.config_bags:
         table[f"{_SRT}.runtime_context:RuntimeContext"] = ("_overrides_log", "config_bag")
@@ -145,5 +150,6 @@ def _one_width(release: Release) -> dict[str, tuple[str, ...]]:
         f"{_SRT}.distributed.parallel_state:GroupCoordinator": ("cpu_group", "rank_in_group"),
         f"{_SRT}.environ:Envs": ("SGLANG_ENABLE_OVERLAP_PLAN_STREAM",),
         f"{_SRT}.managers.io_struct:GetInternalStateReqOutput": ("internal_state",),
+        f"{_SRT}.managers.io_struct:SetInternalStateReq": ("server_args",),
         **({llama: ("set_eagle3_layers_to_capture",)} if release.captures_default_layers else {}),
     }  # fmt: skip

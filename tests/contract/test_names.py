@@ -273,7 +273,7 @@ _OTHERS = {
     "__dict__", "environ", "argv", "modules", "parent_process",
     "register_post_import_hook",
     "cuda", "Stream", "distributed", "all_gather_object", "all", "numel",
-    "_get_default_store", "set",
+    "_get_default_store", "set", "broadcast", "tensor", "int64", "tolist", "get_device_name",
 }  # fmt: skip
 
 

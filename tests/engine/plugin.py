@@ -151,7 +151,7 @@ def replaced_runner(config: dict[str, Any], settings: dict[str, Any]) -> dict[st
     runner = engine.target_runner
     before = controller.current_steps
     attribute = controller.engine.release.runner_attribute
-    setattr(runner, attribute, controller._router._runners[before])
+    setattr(runner, attribute, controller._in_charge._runners[before])
     run = engine.run(random_prompts(3), 16)
     return {"tokens": run.tokens, "steps": [before, controller.current_steps], "log": lines}
 

@@ -160,11 +160,11 @@ class TestTable:
         costs = RoundCosts(CostTable(KEY, (CostRow(1, 3, 20.0, 19.0, 21.0, 9),)))
         for _ in range(100):
             costs.add(1, 3, 30.0)
-        assert [row.ms for row in costs.table(KEY).rows] == [30.0]
+        assert [row.ms for row in costs.rows()] == [30.0]
 
     def test_a_table_holds_what_is_known(self) -> None:
         costs = costs_of({(1, 3): [20.0] * 9, (8, 3): [21.0]})
-        assert costs.table(KEY).rows == (CostRow(1, 3, 20.0, 20.0, 20.0, 9),)
+        assert costs.rows() == (CostRow(1, 3, 20.0, 20.0, 20.0, 9),)
 
     @pytest.mark.parametrize(
         ("name", "value"),

@@ -104,12 +104,13 @@ def attributes():
     from sglang.srt import server_args
     from sglang.srt.distributed.device_communicators import pynccl
     from sglang.srt.managers import scheduler
+    from sglang.srt.managers.scheduler_components import batch_result_processor
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner
     from sglang.srt.speculative import eagle_worker_v2
     owners = (
         server_args.ServerArgs, scheduler.Scheduler, eagle_worker_v2.EAGLEWorkerV2,
         eagle_worker_v2.EagleDraftWorker, decode_cuda_graph_runner.DecodeCudaGraphRunner,
-        pynccl.PyNcclCommunicator,
+        pynccl.PyNcclCommunicator, batch_result_processor.SchedulerBatchResultProcessor,
         server_args, scheduler, eagle_worker_v2, decode_cuda_graph_runner,
     )
     return {f"{o.__name__}.{k}": v for o in owners for k, v in list(vars(o).items())}
@@ -190,11 +191,16 @@ class TestOnSGLang:
                 "PyNcclCommunicator.__init__",
                 "Scheduler.get_internal_state",
                 "Scheduler.init_all_cuda_graphs",
+                "Scheduler.set_internal_state",
+                "SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
             ],
             "patched": [
                 "sglang.srt.distributed.device_communicators.pynccl:PyNcclCommunicator.__init__",
                 "sglang.srt.managers.scheduler:Scheduler.get_internal_state",
                 "sglang.srt.managers.scheduler:Scheduler.init_all_cuda_graphs",
+                "sglang.srt.managers.scheduler:Scheduler.set_internal_state",
+                "sglang.srt.managers.scheduler_components.batch_result_processor:"
+                "SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
             ],
             "kept": [],
             "after": [],
