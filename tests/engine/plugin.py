@@ -129,6 +129,62 @@ def switches(config: dict[str, Any], settings: dict[str, Any], count: int) -> di
     return {"before": before, "after": sizes(), "rounds": controller.counters.rounds}
 
 
+def steered(
+    config: dict[str, Any],
+    settings: dict[str, Any],
+    changes: list[tuple[int, dict[str, int]]],
+    requests: int = 4,
+    max_new_tokens: int = 120,
+) -> dict[str, Any]:
+    """Serve while `set_internal_state` asks for something else before some of the rounds."""
+    from sglang.srt.managers.io_struct import SetInternalStateReq
+    from sglang_cpu_engine import GRAPHS
+
+    engine, lines = start(config, settings)
+    controller = engine.spec_worker.adaptive_controller
+    parts: list[dict[str, Any]] = []
+
+    def begin() -> None:
+        GRAPHS.replays.clear()
+        parts.append({"rounds": [], "rounds_counted": -controller.counters.rounds})
+
+    def end() -> None:
+        observed = controller.measured.chooser.acceptance.observed
+        parts[-1] |= {
+            "replays": GRAPHS.phase_replays(),
+            "stock_runner": "sglang_verify_graphs" not in type(controller._in_charge).__module__,
+            "counted": parts[-1].pop("rounds_counted") + controller.counters.rounds,
+            "observed": observed - sum(part["observed"] for part in parts[:-1]),
+        }
+
+    asked, head = dict(changes), controller.activate_step_by_batch
+    seen = 0
+
+    def recorded(batch: int) -> None:
+        nonlocal seen
+        if seen in asked:
+            end()
+            request = SetInternalStateReq(server_args=dict(asked[seen]))
+            answer = engine.scheduler.set_internal_state(request)
+            begin()
+            parts[-1]["updated"] = answer.updated
+        seen += 1
+        head(batch)
+        parts[-1]["rounds"].append([batch, engine.spec_worker.speculative_num_steps])
+
+    controller.activate_step_by_batch = recorded
+    begin()
+    run = engine.run(random_prompts(requests), max_new_tokens)
+    end()
+    return run.as_json() | {
+        "parts": parts,
+        "log": lines,
+        "status": _internal_state(engine),
+        "uncached": [bool(r.skip_radix_cache_insert) for r in engine.requests],
+        "leaked": engine.leaked_tokens(),
+    }
+
+
 def odd_width(config: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     """A verify batch of a width nobody captured, offered to the router (case 5)."""
     engine, _ = start(config, settings)
