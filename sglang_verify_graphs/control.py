@@ -56,9 +56,9 @@ class Control:
             else:
                 allowed = (RESUME, *sorted(captured))
             if value not in allowed:
+                choices = ", ".join(str(int(v)) for v in allowed)
                 raise SettingsError(
-                    f"{key} {value}: it must be one of {', '.join(str(int(v)) for v in allowed)}; "
-                    "nothing was changed"
+                    f"{key} {value!r}: it must be one of {choices}; nothing was changed"
                 )
             number = int(value)
             if key == MODE:

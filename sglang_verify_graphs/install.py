@@ -346,10 +346,14 @@ def _get_internal_state(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
 def _set_internal_state(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     asked = (args[0] if args else kwargs["recv_req"]).server_args
     ours = {key: asked[key] for key in KEYS if key in asked}
-    if ours and report.change(ours):
+    taken = not ours or report.change(ours)
+    if taken:
         for key in ours:
             del asked[key]
-    return wrapped(*args, **kwargs)  # which refuses what it does not know
+    answer = wrapped(*args, **kwargs)  # which refuses what it does not know,
+    if not taken:
+        answer.updated = False  # and in older releases says that it did not
+    return answer
 
 
 def _resolve_spec_v2_tokens(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

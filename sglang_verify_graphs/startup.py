@@ -171,7 +171,7 @@ def _capture(
         stock_capture()
     chooses = len(controller.states) > 1 and not settings.script
     controller.install(_costs(engine, settings, report) if chooses else None)
-    if settings.cold_zero:
+    if settings.cold_zero and 0 in controller.states:  # the reason why not is told already
         controller.change({COLD_ZERO: 1})
     report.state, report.controller = "active", controller
     _attest(engine, controller, facts, report)

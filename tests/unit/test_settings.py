@@ -39,6 +39,8 @@ settings_strategy = st.builds(
     observe=st.booleans(),
     strict=st.booleans(),
     allow_untested=st.booleans(),
+    costs=st.none() | st.just("costs.json"),
+    cold_zero=st.booleans(),
     script=st.lists(st.integers(0, 16), max_size=6),
     nccl_env=st.lists(st.sampled_from(["NCCL_ALGO=Ring", "NCCL_PROTO=^LL128"]), max_size=2),
     nccl_profile=st.none() | st.sampled_from(sorted(PROFILES)),
@@ -61,6 +63,8 @@ class TestCarriers:
             (["--verify-graph-observe"], Settings(observe=True)),
             (["--verify-graph-strict"], Settings(strict=True)),
             (["--verify-graph-allow-untested"], Settings(allow_untested=True)),
+            (["--verify-graph-costs", "costs.json"], Settings(costs="costs.json")),
+            (["--verify-graph-cold-zero"], Settings(cold_zero=True)),
             (
                 ["--nccl-env", "NCCL_ALGO=Ring", "--nccl-env", "NCCL_PROTO=LL", "NCCL_DEBUG=WARN"],
                 Settings(nccl_env=("NCCL_ALGO=Ring", "NCCL_PROTO=LL", "NCCL_DEBUG=WARN")),
@@ -121,6 +125,7 @@ BAD_FLAGS = [
     ("memory-gb", "nan"),
     ("memory-gb", "inf"),
     ("memory-gb", "8GB"),
+    ("costs", ""),
 ]
 
 BAD_FIELDS = [
@@ -143,6 +148,10 @@ BAD_FIELDS = [
     ("observe", 1),
     ("strict", "yes"),
     ("allow_untested", None),
+    ("costs", ""),
+    ("costs", 5),
+    ("costs", True),
+    ("cold_zero", 1),
     ("script", (-1,)),
     ("nccl_env", "NCCL_ALGO=Ring"),
     ("nccl_env", 5),
@@ -237,7 +246,8 @@ class TestFuzz:
 
     @given(
         st.sampled_from([f"--verify-graph-{name}" for name in ("steps", "max-batch", "memory-gb")])
-        | st.sampled_from(["--nccl-env", "--nccl-profile", "--nccl-env=NCCL_PROTO"]),
+        | st.sampled_from(["--verify-graph-costs", "--nccl-env", "--nccl-profile"])
+        | st.just("--nccl-env=NCCL_PROTO"),
         st.text(max_size=12),
     )
     def test_flags(self, flag: str, value: str) -> None:
