@@ -9,13 +9,13 @@ import argparse
 import json
 import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from sglang_verify_graphs.buckets import format_ranges
+from sglang_verify_graphs.cli.client import clean
 from sglang_verify_graphs.cli.report import of_server, report
 from sglang_verify_graphs.compat.serverlog import Line, ServerLog, read_server_log
 from sglang_verify_graphs.costs import PLAIN_DECODE, CostTable, break_even, read_costs, verdict
@@ -23,7 +23,7 @@ from sglang_verify_graphs.errors import CostsError
 from sglang_verify_graphs.estimate import Estimate
 from sglang_verify_graphs.gate import Phase, RejectReason
 from sglang_verify_graphs.nccl.compare import mismatches
-from sglang_verify_graphs.nccl.evidence import SHELL, UNKNOWN, RankEvidence, Variable
+from sglang_verify_graphs.nccl.evidence import SHELL, UNKNOWN, NcclLog, RankEvidence, Variable
 from sglang_verify_graphs.nccl.status import judge
 from sglang_verify_graphs.settings import FLAG
 from sglang_verify_graphs.support import LIMITS
@@ -34,8 +34,8 @@ _CANNOT = "cannot be told from this log"
 _OBSERVE = f"start with {FLAG} --verify-graph-observe, which names and counts every reason"
 _HARDLY = 1.1
 """Accept length below which no drafts pay: each of their rounds costs more than a plain one."""
-_SEVERAL = 8
-"""Batches that are named one by one."""
+_FEW, _SEVERAL = 3, 8
+"""Logged rounds from which an accept length is judged, and things that are named one by one."""
 
 
 @dataclass(frozen=True)
@@ -66,45 +66,72 @@ def _speculation(log: ServerLog) -> Iterator[Finding]:
         yield Finding("speculation", "NO_SPECULATION", True, LIMITS[0].why, proof, LIMITS[0].fix)
 
 
+def _died(log: ServerLog) -> Iterator[Finding]:
+    """A scheduler that ended, in its capture or elsewhere."""
+    told = [line for kind in ("failed", "error") for line in log.proofs.get(kind, ())]
+    change = "see its traceback"
+    if log.first("failed"):
+        memory = any("out of memory" in line.text for line in told)
+        wide = any("shared logits buffer holds" in line.text for line in told)
+        if memory:
+            change = "lower --mem-fraction-static or --cuda-graph-max-bs"
+        elif wide and log.arguments.get("speculative_adaptive") == "True":
+            change = (
+                "configure the widest candidate as --speculative-num-steps, or install a newer "
+                "SGLang release (its #35275)"
+            )
+        answer = f"capture failed{' for want of memory' * memory}"
+        proof = log.first("failed", "error")
+        yield Finding("captured", "CAPTURE_FAILED", True, answer, proof, change)
+    elif log.first("died") and not log.first("ranks", "off"):
+        answer = "a scheduler ended with an exception, not while it captured"
+        proof = log.first("died", "error")
+        yield Finding("server", "SCHEDULER_DIED", True, answer, proof, change)
+
+
 def _capture(log: ServerLog) -> Iterator[Finding]:
     graphs = {key: one for key, one in log.captures.items() if key[1] is Phase.VERIFY}
     done = {rank: one.end for (rank, _, _), one in graphs.items() if one.end}
     lacking = [rank for rank in log.ranks if rank and rank not in done]
-    started = log.first("arguments", "running")
-    say = Finding("captured", FINE, False, "", tuple(filter(None, done.values()))[:2])
-    if failed := log.first("fault"):
-        memory = "out of memory" in failed[0].text
-        change = "lower --mem-fraction-static or --cuda-graph-max-bs" if memory else _OBSERVE
-        if log.arguments.get("speculative_adaptive") == "True" and not memory:
-            change = "configure the widest candidate as --speculative-num-steps"
-        answer = f"capture failed{' for want of memory' * memory}"
-        yield Finding("captured", "CAPTURE_FAILED", True, answer, failed, change)
-    elif _disabled(log) or (not done and not graphs and started and log.decodes):
-        answer = "no: graphs are switched off" if _disabled(log) else "no rank captured any"
-        reason = RejectReason.NO_RUNNER
-        yield Finding("captured", reason.value, True, answer, started[:1], reason.advice)
-    elif lacking and done and log.decodes:
-        answer = f"not on {', '.join(lacking)}; on {', '.join(done)}"
+    proof, started = tuple(done.values())[:2], log.first("arguments")
+    reason = RejectReason.NO_RUNNER
+    if log.first("failed"):
+        pass
+    elif not done and _disabled(log):
+        answer = "no: graphs are switched off"
+        yield Finding("captured", reason.value, True, answer, started, reason.advice)
+    elif not graphs and started and log.decodes and not log.torn:
+        yield Finding("captured", reason.value, True, "no rank captured any", started, _OBSERVE)
+    elif lacking and done and (log.decodes or len(done) == len(graphs)):
+        sure = not log.torn and all(log.ranks[rank] for rank in lacking)
+        answer = f"not on {_some(lacking)}; on {_some(done)}"
+        answer += "" if sure else f"; whether the lines of a capture are lost {_CANNOT}"
         change = "start every rank with the same flags, and look for an error above in its log"
-        yield Finding("captured", "RANK_WITHOUT_GRAPHS", True, answer, say.proof, change)
+        proof = (*proof[:1], *log.proofs.get("arguments", ())[:2])
+        yield Finding("captured", "RANK_WITHOUT_GRAPHS", sure or None, answer, proof, change)
     elif not done or len(done) < len({rank for rank, _, _ in graphs}):
         begun = tuple(one.begin for one in graphs.values() if not one.end)[:2]
-        answer = "the log ends before a capture does" if begun else "it lacks the server's start"
-        yield Finding("captured", UNTOLD, None, f"{_CANNOT}: {answer}", begun)
+        where = "it ends, or is damaged, before a capture does" if begun else "it tells no capture"
+        yield Finding("captured", UNTOLD, None, f"{_CANNOT}: {where}", begun)
     else:
-        widths = sorted({width for _, _, width in graphs})
-        ranks = ", ".join(rank or "the only rank" for rank in done)
-        yield Finding(
-            "captured", FINE, False,
-            f"by {ranks}: width {', '.join(str(w or UNKNOWN) for w in widths)}, "
-            f"batches {format_ranges(log.ladder) or UNKNOWN}"
-            + "".join(f"; draft_steps {k} to {top}" for k, (top, _) in log.widths.items()),
-            say.proof,
-        )  # fmt: skip
-    if proof := log.first("memory"):
-        reason, gaps = RejectReason.MEMORY_BUDGET, {k: gap for k, (_, gap) in log.widths.items()}
-        answer = f"batches without a graph, by draft_steps: {gaps or UNKNOWN}"
-        yield Finding("captured", reason.value, True, answer, proof, reason.advice)
+        width = log.arguments.get("speculative_num_draft_tokens", "None").replace("None", UNKNOWN)
+        widths = ", ".join(str(w or width) for w in sorted({w for _, _, w in graphs}))
+        answer = f"by {_some(done)}: width {widths}, batches {_ranges(log.ladder) or UNKNOWN}"
+        if others := set(log.widths) | set(log.built):
+            answer += f"; draft_steps {_ranges(others)} as well"
+        yield Finding("captured", FINE, False, answer, proof)
+    if lines := log.first("memory"):
+        reason = RejectReason.MEMORY_BUDGET
+        gaps = ", ".join(f"{k}: {gap}" for k, gap in log.widths.items() if gap != "none")
+        answer = f"batches without a graph, by draft_steps: {gaps}" if gaps else "graphs left out"
+        yield Finding("captured", reason.value, True, answer, lines, reason.advice)
+
+
+def _some(ranks: Iterable[str]) -> str:
+    named = sorted(ranks, key=lambda rank: [int(n) for n in re.findall(r"\d+", rank)])
+    if len(named) > _SEVERAL:
+        return f"{len(named)} ranks, {named[0]} to {named[-1]}"
+    return ", ".join(rank or "the only rank" for rank in named)
 
 
 def _disabled(log: ServerLog) -> bool:
@@ -116,12 +143,14 @@ def _plugin(log: ServerLog) -> Iterator[Finding]:
     for kind, cause in (
         ("unloaded", "PLUGIN_NOT_LOADED"), ("ranks", "RANKS_DISAGREE"), ("off", "PLUGIN_OFF"),
     ):  # fmt: skip
-        for line in log.proofs.get(kind, ())[:1]:
+        for line in log.first(kind):
             said = line.text.partition("[verify-graphs] ")[2] or line.text
             why, _, change = said.rpartition("; ")
-            named = "PLUGIN_NOT_LOADED" if "SGLANG_PLUGINS" in said else cause
-            change = change if why else "pip install sglang-verify-graphs beside this SGLang"
-            yield Finding("plugin", named, True, why or said, (line,), change)
+            if kind == "unloaded":
+                why, change = said, "pip install sglang-verify-graphs, and ask its doctor"
+            if "SGLANG_PLUGINS" in said:
+                cause, change = "PLUGIN_NOT_LOADED", "add verify_graphs to SGLANG_PLUGINS"
+            yield Finding("plugin", cause, True, why or said, (line,), change)
     if proof := log.first("observe", "active"):
         answer = "it observes stock" if "observe" in log.proofs else "active"
         yield Finding("plugin", FINE, False, answer, proof)
@@ -131,41 +160,49 @@ def _replay(log: ServerLog) -> Iterator[Finding]:
     total = sum(one.replayed + one.eager for one in log.decodes.values())
     eager = {size: one for size, one in log.decodes.items() if one.eager}
     replays = tuple(one.replay for one in log.decodes.values() if one.replay)[:1]
+    share = f"{sum(one.eager for one in eager.values())} of {total} logged rounds ran eager"
     named = [(r, line) for (phase, r), line in log.eager.items() if phase == Phase.VERIFY.value]
     for name, said in named:
         advice = _advice(name)
-        wrong = "expected" not in advice
-        yield Finding("replayed", name, wrong, "a verify ran eager", (said,), advice)
+        yield Finding("replayed", name, "expected" not in advice, share, (said,), advice)
+    if named:
+        return
     if not total:
         yield Finding("replayed", UNTOLD, None, f"{_CANNOT}: it holds no decode line")
-        return
-    share = f"{sum(one.eager for one in eager.values())} of {total} logged rounds ran eager"
-    if not eager:
+    elif not eager:
         yield Finding("replayed", FINE, False, f"yes: {share}", replays)
-    reasons = Counter[str]()
-    for size, one in eager.items():
-        reasons[_reason(log, size)] += one.eager
-    for cause, count in reasons.most_common() if not named else ():
-        sizes = [size for size in sorted(eager) if _reason(log, size) == cause]
+    causes: dict[str, list[int]] = {}
+    for size in sorted(eager):
+        causes.setdefault(_reason(log, size), []).append(size)
+    for cause, sizes in causes.items():
         proof = tuple(line for size in sizes if (line := eager[size].refusal))[:2]
-        at, known = f"{share}, {count} of them at batch {format_ranges(sizes)}", cause != UNTOLD
+        at, known = f"{share}, at batch {_ranges(sizes)}", cause != UNTOLD
         if cause == RejectReason.BATCH_ABOVE_LADDER.value:
             at += f" > {max(log.ladder)}, the largest captured"
-        if cause == RejectReason.EXACT_BATCH_MISSING.value and set(sizes) & set(log.ladder):
-            at += ", captured ones too: a defect of this SGLang release, which the plugin mends"
+        elif cause == RejectReason.EXACT_BATCH_MISSING.value and set(sizes) & log.ladder:
+            at += ", captured ones too: a defect of some SGLang releases, which the plugin mends"
         at = at if known else f"{at}: which condition failed {_CANNOT}"
-        change = _advice(cause) if known else _OBSERVE
-        yield Finding("replayed", cause, known or None, at, proof, change)
+        yield Finding("replayed", cause, known or None, at, proof, _advice(cause))
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    return format_ranges(sorted(numbers))
 
 
 def _reason(log: ServerLog, size: int) -> str:
     """Why a verify of this batch ran eager, as far as stock's log tells."""
-    told = log.arguments
-    if _disabled(log) or (log.first("arguments") and not log.captures and not log.widths):
+    told, replayed = log.arguments, any(one.replayed for one in log.decodes.values())
+    if not (log.captures or log.widths or replayed) and (
+        _disabled(log) or (log.first("arguments") and not log.torn)
+    ):
         return RejectReason.NO_RUNNER.value
-    if log.ladder and size > max(log.ladder):
+    if not log.ladder:
+        return UNTOLD
+    if size > max(log.ladder):
         return RejectReason.BATCH_ABOVE_LADDER.value
-    if told.get("disable_cuda_graph_padding") == "True":
+    if told.get("disable_cuda_graph_padding") == "True" and (
+        size not in log.ladder or not replayed
+    ):
         return RejectReason.EXACT_BATCH_MISSING.value
     return UNTOLD
 
@@ -179,116 +216,135 @@ def _ladder(log: ServerLog) -> Iterator[Finding]:
         yield Finding("ladder", UNTOLD, None, f"{_CANNOT}: it names no captured batch")
         return
     top, seen = max(log.ladder), max(log.decodes, default=0)
-    reason, asked = RejectReason.BATCH_ABOVE_LADDER, log.arguments.get("cuda_graph_max_bs", "")
-    answer = f"largest captured {top}, largest logged {seen or UNKNOWN}"
-    if asked.isdecimal() and int(asked) > top:
-        answer += f", asked for {asked}"
-    if seen > top:
-        proof = tuple(filter(None, (log.decodes[seen].refusal or log.decodes[seen].replay,)))
-        yield Finding("ladder", reason.value, True, f"above: {answer}", proof, reason.advice)
-    elif log.running > top:
-        answer += f"; {top + 1}-{log.running} would run eager"
-        yield Finding("ladder", FINE, False, answer, log.first("running"), reason.advice)
+    refused = max((size for size, one in log.decodes.items() if one.eager), default=0)
+    reason, answer = RejectReason.BATCH_ABOVE_LADDER, f"largest captured {top}, largest logged "
+    if refused > top:
+        proof = tuple(filter(None, (log.decodes[refused].refusal,)))
+        answer = f"above: {answer}{refused}"
+        yield Finding("ladder", reason.value, True, answer, proof, reason.advice)
+    elif log.arguments.get("enable_dp_attention") == "True" or seen > top:
+        answer += f"{seen or UNKNOWN}; under attention DP the largest of all ranks counts"
+        yield Finding("ladder", UNTOLD, None, f"{_CANNOT}: {answer}", log.first("running"))
     else:
-        yield Finding("ladder", FINE, False, f"not above: {answer}", log.first("running"))
+        more = log.running > top
+        answer += f"{seen or UNKNOWN}" + f"; {top + 1}-{log.running} would run eager" * more
+        change = reason.advice * more
+        yield Finding("ladder", FINE, False, f"not above: {answer}", log.first("running"), change)
 
 
 def _phases(log: ServerLog) -> Iterator[Finding]:
     """Draft forwards and draft extend; rank 0 alone logs their captures."""
     told, reason = log.arguments, RejectReason.BACKEND_NOT_GRAPHED
     named = {phase: (r, line) for (phase, r), line in log.eager.items()}
-    phases = {rank_phase[1]: one for rank_phase, one in log.captures.items() if one.end}
-    first = any(re.search(r"\bTP0\b", rank) or "TP" not in rank for rank, _, _ in log.captures)
-    judged = first and log.decodes and told.get("speculative_algorithm") in ("EAGLE", "EAGLE3")
+    phases = {
+        phase: one.end
+        for (rank, phase, _), one in log.captures.items()
+        if one.end and (re.search(r"\bTP0\b", rank) or "TP" not in rank)
+    }
+    judged = log.decodes and told.get("speculative_algorithm") in ("EAGLE", "EAGLE3")
     wanted = [Phase.DRAFT] * (told.get("speculative_num_steps") != "1") + [Phase.DRAFT_EXTEND]
     for phase in wanted:
         if phase.value in named:
             name, line = named[phase.value]
             yield Finding(phase.value, name, True, "it ran eager", (line,), _advice(name))
-        elif judged and phase not in phases and Phase.VERIFY in phases:
+        elif phase in phases:
+            yield Finding(phase.value, FINE, False, "captured", (phases[phase],))
+        elif judged and Phase.VERIFY in phases:
             answer = (
                 f"no graph of {phase.value} was captured on attention backend "
                 f"{told.get('attention_backend', UNKNOWN)}: it runs eager in every round, "
                 "whatever the decode lines say, which speak of verify alone"
             )
-            proof = tuple(filter(None, (phases[Phase.VERIFY].end,)))
-            yield Finding(phase.value, reason.value, True, answer, proof, reason.advice)
-        elif phase in phases:
-            proof = tuple(filter(None, (phases[phase].end,)))
-            yield Finding(phase.value, FINE, False, "captured", proof)
+            proof, sure = (phases[Phase.VERIFY],), not log.torn
+            answer = answer if sure else f"{_CANNOT}: lines of a capture may be lost"
+            yield Finding(phase.value, reason.value, sure or None, answer, proof, reason.advice)
 
 
 def _acceptance(log: ServerLog, costs: CostTable | None) -> Iterator[Finding]:
-    told = {size: one for size, one in log.decodes.items() if one.told}
-    rounds = sum(one.told for one in told.values())
-    proof = log.first("accept")
+    rounds = sum(one.told for one in log.decodes.values())
     if not rounds:
         return
-    mean = sum(one.accepted for one in told.values()) / rounds
-    answer = f"{mean:.2f} over {rounds} logged rounds"
-    if mean < _HARDLY and rounds > 2:
-        yield Finding(
-            "accept length", "DRAFT_ACCEPTS_NOTHING", True, answer, proof,
-            "the draft does not fit the target; check --speculative-draft-model-path, and that "
-            "EAGLE3 is the algorithm of an EAGLE-3 draft",
-        )  # fmt: skip
-        return
-    policy: dict[int, Estimate] = {}
+    proof, policy = log.first("accept"), dict[int, Estimate]()
+    mean = sum(one.accepted for one in log.decodes.values()) / rounds
+    answer, several = f"{mean:.2f} over {rounds} logged rounds", log.built or len(log.widths) > 1
     try:
-        if costs is None and log.report:
-            info = {"internal_states": [{"verify_graphs": log.report}]}
-            costs, policy = of_server(info)
+        if log.report:
+            known, policy = of_server({"internal_states": [{"verify_graphs": log.report}]})
+            costs = costs or known
+    except CostsError:
+        pass  # one step count, or nothing measured yet
+    try:
+        policy.pop(0, None)
+        if policy:
+            mean = policy[max(policy)].value
+        elif several:
+            raise CostsError(
+                "draft_steps change from round to round; add an answer of /server_info"
+            )
+        if mean < _HARDLY and rounds >= _FEW:
+            yield Finding(
+                "accept length", "DRAFT_ACCEPTS_NOTHING", True, answer, proof,
+                "the draft does not fit the target; check --speculative-draft-model-path, and "
+                "that EAGLE3 is the algorithm of an EAGLE-3 draft",
+            )  # fmt: skip
+            return
         if costs is None:
-            raise CostsError("no round costs; give --costs, or a line of /server_info")
-        lines = list(_against(log, costs, policy))
+            raise CostsError("no round costs; give --costs, or an answer of /server_info")
+        lines = list(_best(costs, policy) if policy else _against(log, costs))
+        if not lines:
+            raise CostsError("no costs of these batches and draft_steps")
     except CostsError as error:
         answer += f"; against break-even {_CANNOT}: {error}"
         yield Finding("accept length", UNTOLD, None, answer, proof)
         return
-    losing = any(": losing" in line for line in lines) and not policy
+    losing = not policy and any(": losing" in line for line in lines)
     cause = "BELOW_BREAK_EVEN" if losing else FINE
     change = "fewer --speculative-num-steps, or none: see sglang-verify-graphs report"
     answer = "; ".join((answer, *lines[:_SEVERAL]))
     yield Finding("accept length", cause, losing, answer, proof, change * losing)
 
 
-def _against(log: ServerLog, costs: CostTable, policy: dict[int, Estimate]) -> Iterator[str]:
-    """What each batch earns; the plugin's own policy chooses its steps, so of the best ones."""
-    if policy:
-        for at in report(costs, policy).batches:
-            for row in at.steps:
-                if row.draft_steps == at.best_steps:
-                    yield f"batch {at.batch}: best is {row.draft_steps} steps, {row.verdict}"
-        return
-    known = {(row.batch, row.draft_steps): row for row in costs.rows}
-    steps = int(log.arguments.get("speculative_num_steps", "-1").replace("None", "-1"))
+def _best(costs: CostTable, policy: dict[int, Estimate]) -> Iterator[str]:
+    """What each batch earns at its best steps, which the plugin chooses by itself."""
+    for at in report(costs, policy).batches:
+        for row in at.steps:
+            if row.draft_steps == at.best_steps:
+                yield f"batch {at.batch}: best is {row.draft_steps} steps, {row.verdict}"
+
+
+def _against(log: ServerLog, costs: CostTable) -> Iterator[str]:
+    """What each batch earns at the configured steps."""
+    known = {
+        (row.batch, row.draft_steps): Estimate(row.ms, row.low_ms, row.high_ms)
+        for row in costs.rows
+    }
+    steps = log.arguments.get("speculative_num_steps", "")
     for size, one in sorted(log.decodes.items()):
-        bucket = min((b for b, k in known if k == steps and b >= size), default=0)
-        spent, plain = known.get((bucket, steps)), known.get((bucket, PLAIN_DECODE))
-        plain = plain or known.get((bucket, 0))
-        if one.told and spent and plain:
-            needed = break_even(
-                Estimate(spent.ms, spent.low_ms, spent.high_ms),
-                Estimate(plain.ms, plain.low_ms, plain.high_ms),
-            )
+        bucket = min((b for b, k in known if str(k) == steps and b >= size), default=None)
+        if bucket is None:
+            continue
+        plain = known.get((bucket, PLAIN_DECODE)) or known.get((bucket, 0))
+        needed = break_even(known[bucket, int(steps)], plain)
+        if needed and one.told >= _FEW:
             length = one.accepted / one.told
-            value = f"{needed.value:.2f}" if needed else UNKNOWN
-            yield f"batch {size}: {length:.2f}, needed {value}: {verdict(needed, length)}"
+            said = verdict(needed, length)
+            yield f"batch {size}: {length:.2f}, needed {needed.value:.2f}: {said}"
 
 
 def _nccl(log: ServerLog) -> Iterator[Finding]:
-    for line in log.proofs.get("nccl problem", ()):
+    cause, problems = "NCCL_NOT_REACHED", log.proofs.get("nccl problem", ())
+    for line in problems:
         answer = line.text.partition("NCCL: ")[2]
         change = "set it with --nccl-env, before the first communicator; see ranks"
-        yield Finding("NCCL", "NCCL_NOT_REACHED", True, answer, (line,), change)
-    if proof := log.first("nccl"):
-        yield Finding("NCCL", FINE, False, proof[0].text.partition("NCCL ")[2], proof)
+        if "overridden by SGLang" in answer:
+            change = "give --nccl-reapply, or leave out the flag under which SGLang sets it"
+        yield Finding("NCCL", cause, True, answer, (line,), change)
     heard = {at: one for at, one in log.nccl.items() if one.communicators or one.read}
+    version = next((one.version for one in heard.values() if one.version), None)
     ranks = judge([
         RankEvidence(
-            rank, len(heard), f"{process.host}:{process.pid}", one.version, None, None, True,
-            tuple(_variable(name, one.read.get(name)) for name in {**one.read, **one.refused}),
-            one,
+            rank, len(heard), f"{process.host}:{process.pid}", one.version or version, None, None,
+            True, tuple(_variable(one, name) for name in {**one.read, **one.refused}), one,
         )
         for rank, ((_, process), one) in enumerate(heard.items())
     ])  # fmt: skip
@@ -299,21 +355,31 @@ def _nccl(log: ServerLog) -> Iterator[Finding]:
         for name, v in rank.variables.items()
         if v.in_use is False and v.read_by_nccl is True
     }
-    change = "start every rank with the same NCCL_* values; see ranks"
     for what, text in sorted(faults)[:_SEVERAL]:
-        yield Finding("NCCL", "NCCL_NOT_REACHED", True, text, log.first(what), change)
-    if ranks and not faults:
+        text = re.sub(r"\branks? [\d, -]+ \(([^()]+)\)", r"\1", text)  # in order of the log alone
+        proof = tuple(log.proofs.get(what, ()))[:2]
+        change = "start every rank with the same NCCL_* values; see ranks"
+        yield Finding("NCCL", cause, True, text, proof, change)
+    if problems or faults:
+        return
+    if ranks:
         names = sorted({name for rank in ranks for name in rank.variables})
         answer = f"{len(ranks)} process(es) read {', '.join(names) or 'no variable'}"
         yield Finding("NCCL", FINE, False, answer, log.first(*names)[:1])
+    elif proof := log.first("nccl"):
+        yield Finding("NCCL", FINE, False, proof[0].text.partition("NCCL ")[2], proof)
+    elif len(log.ranks) > 2:  # the launcher is one of them
+        answer = f"{_CANNOT}: it holds no line of NCCL; start with NCCL_DEBUG=INFO"
+        yield Finding("NCCL", UNTOLD, None, answer)
 
 
-def _variable(name: str, value: str | None) -> Variable:
-    return Variable(name, None, value or UNKNOWN, SHELL, value or UNKNOWN)
+def _variable(one: NcclLog, name: str) -> Variable:
+    value = one.read.get(name, UNKNOWN)
+    return Variable(name, None, value, SHELL, value)
 
 
 _JUDGES: tuple[Callable[[ServerLog], Iterator[Finding]], ...] = (
-    _speculation, _capture, _plugin, _replay, _ladder, _phases, _nccl,
+    _speculation, _died, _capture, _plugin, _replay, _ladder, _phases, _nccl,
 )  # fmt: skip
 
 
@@ -342,7 +408,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 with path.open("rb") as stream:
                     read_server_log(log, stream, str(path))
     except (OSError, CostsError) as error:
-        print(_clean(f"error: {error}"), file=sys.stderr)
+        print(clean(f"error: {error}"), file=sys.stderr)
         return 2
     if not log.recognised:
         print(f"error: none of {log.lines} lines is SGLang's or NCCL's", file=sys.stderr)
@@ -353,7 +419,7 @@ def _run(arguments: argparse.Namespace) -> int:
         findings = [asdict(f) | {"proof": [p._asdict() for p in f.proof]} for f in found]
         print(json.dumps({**counts, "findings": findings}, indent=2))
     else:
-        print(*map(_clean, _lines(found)), sep="\n")
+        print(*map(clean, _lines(found)), sep="\n")
     return int(any(f.wrong for f in found))
 
 
@@ -365,7 +431,3 @@ def _lines(found: list[Finding]) -> Iterator[str]:
         yield from (f"      {line}" for line in one.proof)
         if one.change:
             yield f"    change: {one.change}"
-
-
-def _clean(line: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in line)
