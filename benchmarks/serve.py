@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,12 +42,13 @@ def main() -> None:
     arguments = _parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     state = arguments.state.resolve()
-    state.mkdir(parents=True, exist_ok=True)
     scale = SMOKE if arguments.smoke else H200
-    matrix = _matrix(arguments, scale, state)
     if arguments.plan:
-        _print_plan(matrix)
+        with TemporaryDirectory() as folder:
+            _print_plan(_matrix(arguments, scale, Path(folder)))
         return
+    state.mkdir(parents=True, exist_ok=True)
+    matrix = _matrix(arguments, scale, state)
     if arguments.smoke:
         from tests.engine.worker import engine_env
 

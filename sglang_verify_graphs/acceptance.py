@@ -58,7 +58,7 @@ class _Position:
             if others < MIN_TRIALS:
                 self.stretches[sign] = 0.0, 0.0
                 continue
-            before = min(max((self.accepted - passed) / others, 0.02), 0.98)
+            before = (self.accepted - passed) / others
             if sign * (passed - before * tried) <= _SLACK * tried:
                 tried, passed = 0.0, 0.0
             self.stretches[sign] = tried, passed

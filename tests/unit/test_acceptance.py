@@ -173,6 +173,25 @@ def test_steady_traffic_raises_few_alarms() -> None:
     assert acceptance.changes <= 20
 
 
+@pytest.mark.parametrize("correct", [0, 1])
+def test_certain_drafts_are_steady(correct: int) -> None:
+    """Always or never accepted: no evidence of a change, and never unknown."""
+    acceptance = Acceptance(1)
+    for _ in range(500):
+        acceptance.observe(1, [correct] * 32)
+        assert known(acceptance, 1) == 1 + correct
+    assert acceptance.changes == 0
+
+
+@pytest.mark.parametrize("usual", [0, 1])
+def test_one_exception_among_certain_drafts_is_no_change(usual: int) -> None:
+    acceptance = Acceptance(1)
+    for number in range(500):
+        acceptance.observe(1, [1 - usual if number % 50 == 25 else usual, *[usual] * 7])
+        assert abs(known(acceptance, 1) - (1 + usual)) < 0.05
+    assert acceptance.changes == 0
+
+
 class TestDraftsThatDieQuietly:
     """Case 14 of the field, the estimator's half: steps go to 0 and back up."""
 
