@@ -95,6 +95,8 @@ class Report:
         if (run := self.controller) is not None:
             data |= {
                 "control": run.control.name,
+                "pinned": run.control.pinned,
+                "cold_zero": run.control.cold_zero,
                 "draft_steps": run.current_steps,
                 "policy": run.measured and run.measured.snapshot(),
                 "cost_key": self.cost_key and asdict(self.cost_key),
@@ -140,7 +142,7 @@ def _capture(
         if engine.worker is None:
             raise UnsupportedError(_no_speculation())
         facts = engine.server_facts()
-        steps = _steps(facts, settings, report)
+        steps = steps_to_capture(facts, settings, report)
     except (UnsupportedError, SettingsError) as error:
         report.switch_off(str(error), strict=settings.strict, log=engine.tp_rank() == 0)
         stock_capture()
@@ -198,7 +200,11 @@ def _costs(engine: SGLangEngine, settings: Settings, report: Report) -> RoundCos
     return RoundCosts(table)
 
 
-def _steps(facts: ServerFacts, settings: Settings, report: Report) -> tuple[int, ...]:
+def steps_to_capture(facts: ServerFacts, settings: Settings, report: Report) -> tuple[int, ...]:
+    """Step counts wanted and supported; ``report`` gets a reason for each that is not.
+
+    Raises ``UnsupportedError`` where nothing is, ``SettingsError`` where flags exclude each other.
+    """
     limits = limits_of(facts)
     report.reasons = [limit.message for limit in limits]
     if limits and not limits[0].fixed_width:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from sglang_verify_graphs.cli.client import add_server_to, clean, fetch, key_of
@@ -40,7 +40,7 @@ def add_to(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     answers: list[Any] = []
     try:
-        asked, names = _change(arguments.action)
+        asked, wanted = _change(arguments.action)
         reports = _reports(arguments)
         if asked:
             answers = _post(arguments, asked)
@@ -50,13 +50,16 @@ def _run(arguments: argparse.Namespace) -> int:
         return 2
     for number, report in enumerate(reports, 1):
         print(clean(f"scheduler {number}: {_state(report)}")[:_WIDTH])
-    wanted = ", ".join(f"{key} {int(value)}" for key, value in asked.items())
+    change = ", ".join(f"{key} {int(value)}" for key, value in asked.items())
     problem = ""
     if refused := sum(answer is not True for answer in answers):
-        problem = f"{refused} of {len(answers)} scheduler(s) refused {wanted}; their log says why"
-    elif names and (others := sum(report.get("control") not in names for report in reports)):
+        problem = f"{refused} of {len(answers)} scheduler(s) refused {change}; their log says why"
+    elif others := sum(
+        any(report.get(field) not in values for field, values in wanted.items())
+        for report in reports
+    ):
         problem = (
-            f"{others} of {len(reports)} scheduler(s) want something else than {wanted}; ask "
+            f"{others} of {len(reports)} scheduler(s) want something else than {change}; ask "
             "again, unless somebody else did"
         )
     if problem:
@@ -64,21 +67,22 @@ def _run(arguments: argparse.Namespace) -> int:
     return int(bool(problem))
 
 
-def _change(words: list[str]) -> tuple[dict[str, int], Collection[str]]:
-    """What to ask for, and what ``control`` is called then."""
+def _change(words: list[str]) -> tuple[dict[str, int], Mapping[str, Collection[Any]]]:
+    """What to ask for, and what a report's fields may be then."""
     match words:
         case []:
-            return {}, ()
+            return {}, {}
         case ["policy"]:
-            return {MODE: Mode.ON, STEPS: RESUME}, ("policy",)
+            return {MODE: Mode.ON, STEPS: RESUME}, {"control": ("policy",)}
         case ["pin", steps] if steps.isdecimal() and len(steps) < 10:
-            return {MODE: Mode.ON, STEPS: int(steps)}, ("pinned",)
+            wanted = {"control": ("pinned",), "pinned": (int(steps),)}
+            return {MODE: Mode.ON, STEPS: int(steps)}, wanted
         case ["cold-zero", "on" | "off" as switch]:
-            return {COLD_ZERO: int(switch == "on")}, ()
+            return {COLD_ZERO: int(switch == "on")}, {"cold_zero": (switch == "on",)}
         case ["on"]:
-            return {MODE: Mode.ON}, ("policy", "pinned")
+            return {MODE: Mode.ON}, {"control": ("policy", "pinned")}
         case ["off" | "observe" as name]:
-            return {MODE: Mode[name.upper()]}, (name,)
+            return {MODE: Mode[name.upper()]}, {"control": (name,)}
     raise SettingsError(f"{' '.join(words)!r} is no ACTION; give {_ACTIONS}")
 
 
@@ -116,5 +120,5 @@ def _state(report: dict[str, Any]) -> str:
     captured = ", ".join(steps for steps, batches in plan.items() if batches)
     return (
         f"control {report.get('control')}, draft_steps {report.get('draft_steps')}, "
-        f"captured {captured}"
+        f"captured {captured}" + ", cold rounds of 0" * (report.get("cold_zero") is True)
     )

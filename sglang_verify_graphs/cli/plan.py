@@ -16,7 +16,7 @@ from sglang_verify_graphs.compat.releases import resolve_release, sglang_version
 from sglang_verify_graphs.controller import FIRST_GRAPH_GB
 from sglang_verify_graphs.errors import SettingsError, UnsupportedError
 from sglang_verify_graphs.settings import FLAG, Settings, add_arguments, settings_from_args
-from sglang_verify_graphs.startup import Report, _steps
+from sglang_verify_graphs.startup import Report, steps_to_capture
 
 
 class Range(NamedTuple):
@@ -166,7 +166,7 @@ def predict(words: list[str], sglang: str | None, gpu_gb: float | None = None) -
         except Unknown as why:
             notes.append(f"stock's ladder is {why}")
     try:
-        steps = _steps(facts, settings, report)
+        steps = steps_to_capture(facts, settings, report)
     except UnsupportedError as error:
         reasons = tuple(dict.fromkeys((str(error), *report.reasons)))
         return replace(found, reasons=reasons, notes=tuple(notes))

@@ -10,7 +10,7 @@ import json
 import os
 from typing import Any, NoReturn
 
-from sglang_verify_graphs.compat.releases import Release, _key
+from sglang_verify_graphs.compat.releases import Release
 from sglang_verify_graphs.errors import SettingsError
 from sglang_verify_graphs.support import ServerFacts
 
@@ -18,7 +18,7 @@ RUNNING_REQUESTS = 48
 """``max_running_requests`` of a server that speculates and was given none."""
 _LADDERS = ((20, 8, 8), (35, 24, 80), (60, 32, 160), (160, 256, 512))
 """GiB that a GPU has less than, and the largest batch captured there below and from TP 4 on."""
-_SINCE_20 = (_LADDERS[0], (35, 48, 160), *_LADDERS[2:])
+_LADDERS_LATER = (_LADDERS[0], (35, 48, 160), *_LADDERS[2:])
 _NUMBERS = (
     "--tp-size --tensor-parallel-size", "--pp-size --pipeline-parallel-size", "--attn-dp-size",
     "--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens",
@@ -128,8 +128,7 @@ def stock_ladder(
 
 
 def _largest(release: Release, gpu_gb: float, tp_size: int) -> int:
-    rows = _SINCE_20 if _key(release.version) >= _key("0.5.20") else _LADDERS
-    for limit, *largest in rows:
+    for limit, *largest in _LADDERS if release.short_ladder else _LADDERS_LATER:
         if gpu_gb < limit:
             return largest[tp_size >= 4]
     return 512

@@ -78,6 +78,8 @@ class Release:
     """Graphs read the default layers for EAGLE-3, whichever the draft asks for."""
     prefill_graph_takes_verify: bool = False
     """A verify that was refused its graph may be replayed in one captured for prefill."""
+    short_ladder: bool = False
+    """A GPU of 24 to 35 GB has graphs for half the batches of later releases."""
     truncates_ladder: bool = False
     """``--cuda-graph-max-bs`` itself may be missing among the batches that are captured."""
 
@@ -101,7 +103,7 @@ _23 = Release("0.5.23")
 _22 = replace(_23, version="0.5.22", graphs_fa3_draft_extend=False)
 _21 = replace(_22, version="0.5.21")
 _20 = replace(_21, version="0.5.20")
-_19 = replace(_20, version="0.5.19")
+_19 = replace(_20, version="0.5.19", short_ladder=True)
 _18 = replace(
     _19,
     version="0.5.18",

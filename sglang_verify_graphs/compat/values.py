@@ -94,6 +94,7 @@ def attributes(release: Release) -> dict[str, tuple[str, ...]]:
         ),
         f"{_SRT}.managers.io_struct:GetInternalStateReqOutput": ("internal_state",),
         f"{_SRT}.managers.io_struct:SetInternalStateReq": ("server_args",),
+        f"{_SRT}.managers.io_struct:SetInternalStateReqOutput": ("updated",),
         f"{_SRT}.managers.schedule_batch:ScheduleBatch": ("reqs",),
         f"{_SRT}.managers.schedule_batch:Req": ("skip_radix_cache_insert",),
         f"{_SRT}.managers.utils:GenerationBatchResult": ("speculative_num_draft_tokens",),
@@ -151,5 +152,6 @@ def _one_width(release: Release) -> dict[str, tuple[str, ...]]:
         f"{_SRT}.environ:Envs": ("SGLANG_ENABLE_OVERLAP_PLAN_STREAM",),
         f"{_SRT}.managers.io_struct:GetInternalStateReqOutput": ("internal_state",),
         f"{_SRT}.managers.io_struct:SetInternalStateReq": ("server_args",),
+        f"{_SRT}.managers.io_struct:SetInternalStateReqOutput": ("updated",),
         **({llama: ("set_eagle3_layers_to_capture",)} if release.captures_default_layers else {}),
     }  # fmt: skip

@@ -37,6 +37,7 @@ class Scheduler:
     def state(self) -> dict[str, Any]:
         report = {
             "state": "active", "reasons": [], "control": self.control.name, "draft_steps": 3,
+            "pinned": self.control.pinned, "cold_zero": self.control.cold_zero,
             "plan": {str(steps): [1, 2] for steps in self.captured} | {"2": []},
         }  # fmt: skip
         return {} if self.hidden else {"verify_graphs": report}
@@ -127,7 +128,8 @@ def test_action(
     assert run(server, *action.split()) == 0
     assert server.changes == [asked]
     assert server.schedulers[0].control == after
-    assert capsys.readouterr() == (f"scheduler 1: {shown(after.name)}\n", "")
+    cold = ", cold rounds of 0" * after.cold_zero
+    assert capsys.readouterr() == (f"scheduler 1: {shown(after.name)}{cold}\n", "")
 
 
 def test_without_an_action_the_state_is_shown(
@@ -164,7 +166,7 @@ def test_refused_by_one_of_two(server: Server, capsys: pytest.CaptureFixture[str
     )
 
 
-@pytest.mark.parametrize("action", ["policy", "pin 1", "off", "observe", "on"])
+@pytest.mark.parametrize("action", ["policy", "pin 1", "cold-zero on", "off", "observe", "on"])
 def test_not_in_force_though_taken(
     server: Server, capsys: pytest.CaptureFixture[str], action: str
 ) -> None:
@@ -173,8 +175,15 @@ def test_not_in_force_though_taken(
     server.says = {"/set_internal_state": b"[true]"}
     assert run(server, *action.split()) == 1
     err = capsys.readouterr().err
-    assert err.startswith("error: 1 of 1 scheduler(s) want something else than verify_graphs ")
+    assert err.startswith("error: 1 of 1 scheduler(s) want something else than verify_graph")
     assert err.count("\n") == 1
+
+
+def test_another_pin_is_something_else(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    server.schedulers[0].control = Control(pinned=3)
+    server.says = {"/set_internal_state": b"[true]"}
+    assert run(server, "pin", "1") == 1
+    assert "want something else" in capsys.readouterr().err
 
 
 class TestKeys:
