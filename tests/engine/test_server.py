@@ -1,4 +1,4 @@
-"""Two TP ranks behind `launch_server`, steps changing every round: real spawn, over HTTP."""
+"""Two TP ranks behind `launch_server`, under the policy and live control: real spawn, over HTTP."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from sglang_verify_graphs.cli import main
+from sglang_verify_graphs.policy import PERIOD
 from tests.engine.scenarios import random_prompts
 from tests.engine.worker import ROOT, engine_env
 from tests.engine.worker import run_plugin as run
@@ -110,8 +112,8 @@ def server(pair: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> It
         "--speculative-num-draft-tokens": "3",
     }
     arguments = two_ranks(pair["target"]) + [word for flag in flags.items() for word in flag]
-    settings = {"SGLANG_VERIFY_GRAPHS": json.dumps({"script": [2, 0, 1]})}
-    started = Server(arguments, tmp_path_factory.mktemp("server") / "log.txt", settings)
+    log = tmp_path_factory.mktemp("server") / "log.txt"
+    started = Server([*arguments, "--enable-verify-graphs"], log, {})
     try:
         started.wait()
         yield started
@@ -119,21 +121,71 @@ def server(pair: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> It
         started.stop()
 
 
-def test_both_ranks_are_attested_and_serve(server: Server, pair: dict[str, str]) -> None:
-    prompts = random_prompts(4)
+PROMPTS = random_prompts(4)
+
+
+@pytest.fixture(scope="module")
+def plain(pair: dict[str, str]) -> Any:
+    """Tokens of the target alone, in one process."""
+    return run("plain", {"target": pair["target"]}, prompts=PROMPTS, max_new_tokens=24)
+
+
+def tokens(server: Server) -> list[list[int]]:
     sampling = {"max_new_tokens": 24, "temperature": 0}
-    answers = server.ask("/generate", {"input_ids": prompts, "sampling_params": sampling})
-    plain = run("plain", {"target": pair["target"]}, prompts=prompts, max_new_tokens=24)
-    assert [answer["output_ids"] for answer in answers] == plain
-    report = server.ask("/server_info")["internal_states"][0]["verify_graphs"]
-    assert (report["state"], report["ranks"]) == ("active", 2)
-    assert {bucket.split("x")[1] for bucket in report["buckets"]} == {"0", "1", "2"}
+    answers = server.ask("/generate", {"input_ids": PROMPTS, "sampling_params": sampling})
+    return [answer["output_ids"] for answer in answers]
+
+
+def report_of(server: Server) -> dict[str, Any]:
+    report: dict[str, Any] = server.ask("/server_info")["internal_states"][0]["verify_graphs"]
+    return report
+
+
+def test_both_ranks_are_attested_and_serve(server: Server, plain: Any) -> None:
+    for _ in range(3):  # tables of rank 0 reach the other one every few rounds
+        assert tokens(server) == plain
+    report = report_of(server)
+    assert (report["state"], report["ranks"], report["control"]) == ("active", 2, "policy")
     verify = report["phases"]["verify"]
     assert verify["eager"] == 0
-    assert verify["replayed"] == report["rounds"] > 0
+    assert verify["replayed"] == report["rounds"] > 2 * PERIOD
 
 
 def test_one_table_at_start_up(server: Server) -> None:
     lines = [line for line in server.log.splitlines() if "[verify-graphs]" in line]
     assert sum("active on 2 rank(s)" in line for line in lines) == 1
     assert len(lines) == 5, lines
+
+
+def control(server: Server, *action: str) -> int:
+    return main(["control", f"http://127.0.0.1:{server.port}", *action])
+
+
+def rounds_by_steps(report: dict[str, Any]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for bucket, count in report["buckets"].items():
+        steps = bucket.split("x")[1]
+        found[steps] = found.get(steps, 0) + count
+    return found
+
+
+@pytest.mark.parametrize("steps", ["0", "1", "2"])
+def test_pinned_steps_reach_both_ranks(server: Server, plain: Any, steps: str) -> None:
+    assert control(server, "pin", steps) == 0
+    before = rounds_by_steps(report_of(server))
+    assert tokens(server) == plain
+    after = rounds_by_steps(report_of(server))
+    assert {k for k in after if after[k] > before.get(k, 0)} == {steps}
+
+
+def test_the_kill_switch_and_back(server: Server, plain: Any) -> None:
+    assert control(server, "off") == 0
+    before = report_of(server)["buckets"]
+    assert tokens(server) == plain
+    assert report_of(server)["buckets"] == before
+    assert control(server, "pin", "7") == 1
+    assert report_of(server)["control"] == "off"
+    assert control(server, "cold-zero", "on") == 0
+    assert control(server, "policy") == 0
+    assert tokens(server) == plain
+    assert report_of(server)["buckets"] != before
