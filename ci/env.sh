@@ -38,7 +38,7 @@ torch=torch==2.13.0
 common="numpy requests triton ipython aiohttp orjson psutil pybase64 pillow msgspec pyzmq dill
         sentencepiece gguf partial-json-parser uvicorn fastapi einops setproctitle uvloop
         safetensors tokenizers"
-server="jsonschema soundfile==0.13.1 python-multipart"
+server="jsonschema soundfile==0.13.1 python-multipart prometheus-client"
 model="gguf safetensors tokenizers"
 ray="ray==2.60.0 msgpack protobuf filelock click packaging"
 

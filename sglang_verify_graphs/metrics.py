@@ -6,6 +6,7 @@ Every counter is made at start-up: counting on the hot path adds to an integer a
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -29,8 +30,8 @@ class Counters:
         self.padded_rows = 0
         """Of verify; a row of a draft forward is another thing."""
         self.rounds = 0
-        self.accepted_tokens = 0
-        self.verified_requests = 0
+        self.accepted: Counter[int] = Counter()
+        """Verified requests by their correct drafts."""
         self._after_zero = [0, 0]
         """Tokens and requests of the first rounds with drafts after some without."""
         self._warned: set[Phase] = set()
@@ -66,15 +67,30 @@ class Counters:
             )  # fmt: skip
 
     def accept(self, correct_drafts: Iterable[int]) -> None:
-        """Count the tokens a verify committed: its correct drafts and the bonus token of each."""
-        for drafts in correct_drafts:
-            self.accepted_tokens += drafts + 1
-            self.verified_requests += 1
+        """Count the correct drafts of each request of a verify."""
+        self.accepted.update(correct_drafts)
 
     def accept_after_zero(self, correct_drafts: Sequence[int]) -> None:
         """Count again what was accepted just after rounds without drafts."""
         self._after_zero[0] += sum(correct_drafts) + len(correct_drafts)
         self._after_zero[1] += len(correct_drafts)
+
+    @property
+    def verified_requests(self) -> int:
+        return sum(self.accepted.values())
+
+    @property
+    def accepted_tokens(self) -> int:
+        """What verify committed: correct drafts, and the bonus token of each request."""
+        return sum((drafts + 1) * n for drafts, n in self.accepted.items())
+
+    def accepted_by_position(self) -> list[int]:
+        """Requests whose first draft was correct, whose first two were, and so on."""
+        deepest = max(self.accepted, default=0)
+        return [
+            sum(n for drafts, n in self.accepted.items() if drafts >= position)
+            for position in range(1, deepest + 1)
+        ]
 
     def total(self, phase: Phase) -> int:
         return sum(self.replayed[phase].values()) + sum(self.eager[phase].values())
@@ -96,6 +112,8 @@ class Counters:
             },
             "padded_rows": self.padded_rows,
             "rounds": self.rounds,
+            "verified_requests": self.verified_requests,
+            "accepted_by_position": self.accepted_by_position(),
             "accept_length": _mean(self.accepted_tokens, self.verified_requests),
             "accept_length_after_zero": _mean(*self._after_zero),
         }

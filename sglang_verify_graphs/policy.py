@@ -146,6 +146,16 @@ class MeasuredSteps:
         """Rounds of 0 steps cost what a plain decode round does, or pay for the draft extend."""
         self.chooser.zero = PLAIN_DECODE if skips else 0
 
+    def break_even(self) -> dict[tuple[int, int], float]:
+        """Accept length that earns nothing over 0 steps, by (batch, draft steps), where known."""
+        chooser = self.chooser
+        return {
+            (batch, steps): found.value
+            for batch, captured in zip(chooser.batches, chooser.captured, strict=True)
+            for steps in captured
+            if steps and (found := chooser.costs.break_even(batch, steps, chooser.zero))
+        }
+
     def snapshot(self) -> dict[str, Any]:
         """What is known and chosen, as plain data."""
         chooser = self.chooser
@@ -157,6 +167,10 @@ class MeasuredSteps:
                 str(steps): found and list(found)
                 for steps in range(chooser.acceptance.max_steps + 1)
                 for found in (chooser.acceptance.accept_length(steps),)
+            },
+            "break_even_accept_length": {
+                f"{batch}x{steps}": round(length, 4)
+                for (batch, steps), length in self.break_even().items()
             },
             "verified_requests": chooser.acceptance.observed,
         }

@@ -31,7 +31,8 @@ class RoundTimer:
         self._keys = [(0, -1)] * _RING
         self._passes = [0] * _RING
         self._at = 0
-        self._sums: dict[tuple[int, int], list[float]] = {}
+        self.sums: dict[tuple[int, int], list[float]] = {}
+        """Rounds, their milliseconds, and those of the shortest, by (batch, draft steps)."""
 
     def start(self, batch: int, draft_steps: int, forward_pass: int) -> None:
         """The head of a decode round, on its stream; ``forward_pass`` counts target forwards."""
@@ -60,9 +61,9 @@ class RoundTimer:
             elapsed = 1e3 * (self._starts[after] - self._starts[slot])
         if self.on_sample is not None:
             self.on_sample(*key, elapsed)
-        stats = self._sums.get(key)
+        stats = self.sums.get(key)
         if stats is None:
-            self._sums[key] = [1, elapsed, elapsed]
+            self.sums[key] = [1, elapsed, elapsed]
         else:
             stats[0] += 1
             stats[1] += elapsed
@@ -75,5 +76,5 @@ class RoundTimer:
                 "mean_ms": round(total / n, 4),
                 "least_ms": round(least, 4),
             }
-            for (batch, steps), (n, total, least) in sorted(self._sums.items())
+            for (batch, steps), (n, total, least) in sorted(self.sums.items())
         }

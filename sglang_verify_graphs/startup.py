@@ -29,6 +29,7 @@ from sglang_verify_graphs.errors import (
 from sglang_verify_graphs.nccl.evidence import shown
 from sglang_verify_graphs.nccl.proof import prove
 from sglang_verify_graphs.policy import FixedSteps, Policy, ScriptedSteps
+from sglang_verify_graphs.prometheus import Publisher, publisher
 from sglang_verify_graphs.settings import COSTS_FLAG, FLAG, Settings
 from sglang_verify_graphs.support import EAGLE_WORKERS, ServerFacts, limits_of
 
@@ -53,6 +54,8 @@ class Report:
     controller: DraftStepsController | None = None
     cost_key: CostKey | None = None
     """What the costs measured here hold for."""
+    metrics: Publisher | None = None
+    """Where SGLang publishes metrics of this process."""
     nccl: dict[str, Any] | None = None
     """What every rank's NCCL variables came to; None before they are collected."""
 
@@ -132,6 +135,10 @@ def capture_verify_graphs(
     engine = engine_of(release, scheduler)
     _meet(engine, settings)
     _capture(engine, settings, report, stock_capture)
+    if report.controller is not None:
+        report.metrics = publisher(report.controller, engine.metrics_labels())
+    if report.metrics is not None:
+        engine.when_publishing(report.metrics.publish)
     report.nccl = prove(engine, strict=settings.strict)
 
 

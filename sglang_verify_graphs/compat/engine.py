@@ -159,6 +159,27 @@ class SGLangEngine(SchedulerFacts):
 
         return apply
 
+    # -- metrics ---------------------------------------------------------------------------------
+
+    def metrics_labels(self) -> dict[str, Any] | None:
+        """Labels of SGLang's metrics; None where this process publishes none."""
+        collector = getattr(self.scheduler, "metrics_collector", None)
+        rule = getattr(self.scheduler, "metrics_collector_context", self.scheduler)
+        if collector is None or not rule.current_scheduler_metrics_enabled:
+            return None
+        return dict(collector.labels)
+
+    def when_publishing(self, publish: Callable[[], None]) -> None:
+        """Have ``publish`` called whenever SGLang publishes its own metrics."""
+        collector = self.scheduler.metrics_collector
+        stock = collector.log_stats
+
+        def log_stats(stats: Any) -> None:
+            stock(stats)
+            publish()
+
+        collector.log_stats = log_stats
+
     # -- capture ---------------------------------------------------------------------------------
 
     @contextmanager

@@ -11,6 +11,7 @@ from sglang_verify_graphs.compat.releases import Release
 _SRT = "sglang.srt"
 _SPEC = f"{_SRT}.speculative"
 _WORKER = f"{_SPEC}.eagle_worker_v2"
+_METRICS = f"{_SRT}.observability.metrics_collector"
 
 
 def attributes(release: Release) -> dict[str, tuple[str, ...]]:
@@ -36,8 +37,11 @@ def attributes(release: Release) -> dict[str, tuple[str, ...]]:
     usage = ("graph_memory_usage", "graph_time_usage") if release.usage_per_phase else ()
     table = {
         f"{_SRT}.managers.scheduler:Scheduler": (
-            "draft_worker", "tp_worker", "server_args", "spec_algorithm",
+            "draft_worker", "tp_worker", "server_args", "spec_algorithm", "metrics_collector",
+            "metrics_collector_context",
         ),
+        f"{_METRICS}:SchedulerMetricsCollectorContext": ("current_scheduler_metrics_enabled",),
+        f"{_METRICS}:SchedulerMetricsCollector": ("labels", "log_stats"),
         f"{_SRT}.managers.tp_worker:TpModelWorker": ("model_runner", *usage),
         f"{_SRT}.model_executor.model_runner:ModelRunner": (
             "attn_backend", release.runner_attribute, "req_to_token_pool", "device", "gpu_id",
@@ -117,7 +121,8 @@ def _one_width(release: Release) -> dict[str, tuple[str, ...]]:
     layers = ("eagle_use_aux_hidden_state", "eagle_aux_hidden_state_layer_ids", "model")
     return {
         f"{_SRT}.managers.scheduler:Scheduler": (
-            "draft_worker", "tp_worker", "server_args", "spec_algorithm",
+            "draft_worker", "tp_worker", "server_args", "spec_algorithm", "metrics_collector",
+            "current_scheduler_metrics_enabled",
         ),
         f"{_SRT}.managers.tp_worker:TpModelWorker": ("model_runner",),
         f"{_SRT}.managers.schedule_batch:ScheduleBatch": ("seq_lens",),

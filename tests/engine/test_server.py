@@ -113,7 +113,7 @@ def server(pair: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> It
     }
     arguments = two_ranks(pair["target"]) + [word for flag in flags.items() for word in flag]
     log = tmp_path_factory.mktemp("server") / "log.txt"
-    started = Server([*arguments, "--enable-verify-graphs"], log, {})
+    started = Server([*arguments, "--enable-verify-graphs", "--enable-metrics"], log, {})
     try:
         started.wait()
         yield started
@@ -149,6 +149,26 @@ def test_both_ranks_are_attested_and_serve(server: Server, plain: Any) -> None:
     verify = report["phases"]["verify"]
     assert verify["eager"] == 0
     assert verify["replayed"] == report["rounds"] > 2 * PERIOD
+
+
+def test_metrics_say_what_the_server_says(server: Server) -> None:
+    report = report_of(server)  # which publishes first
+    address = f"http://127.0.0.1:{server.port}/metrics"
+    with urllib.request.urlopen(address, timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    ours = [line for line in lines if line.startswith("sglang:verify_graph_")]
+    assert all('tp_rank="0"' in line and "model_name=" in line for line in ours)
+
+    def total(name: str, label: str = "") -> float:
+        found = [line for line in ours if line.startswith(f"sglang:verify_graph_{name}{{")]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in found if label in line)
+
+    assert total("rounds_total") == report["rounds"] > 0
+    for phase, counted in report["phases"].items():
+        assert total("replays_total", f'phase="{phase}"') == counted["replayed"]
+        assert total("eager_total", f'phase="{phase}"') == counted["eager"]
+    assert total("accepted_drafts_total", 'position="1"') == report["accepted_by_position"][0]
+    assert total("capture_seconds") > 0
 
 
 def test_one_table_at_start_up(server: Server) -> None:
