@@ -17,7 +17,7 @@ from sglang_verify_graphs.compat.engine import SGLangEngine, StepState
 from sglang_verify_graphs.compat.facts import keep_uncached
 from sglang_verify_graphs.control import Control, Mode
 from sglang_verify_graphs.costs import PLAIN_DECODE, RoundCosts
-from sglang_verify_graphs.errors import CaptureError
+from sglang_verify_graphs.errors import CaptureError, first_line
 from sglang_verify_graphs.feedback import Feedback
 from sglang_verify_graphs.gate import Decision, Phase, RejectReason, VerifyGate
 from sglang_verify_graphs.metrics import Counters
@@ -147,7 +147,7 @@ class DraftStepsController:
         except Exception as error:
             raise CaptureError(
                 f"capturing draft_steps {width.draft_steps} (batches {list(width.batches)}) "
-                f"failed: {str(error).splitlines()[0]}; lower --mem-fraction-static, or leave "
+                f"failed: {first_line(error)}; lower --mem-fraction-static, or leave "
                 f"{width.draft_steps} out of --verify-graph-steps"
             ) from error
         extend = state.draft_extend_graphs

@@ -29,3 +29,8 @@ class EvidenceError(VerifyGraphsError):
 
 class CostsError(VerifyGraphsError):
     """A table of round costs cannot be read, or was measured on another server."""
+
+
+def first_line(error: BaseException) -> str:
+    """Of its message, which runs over many lines in torch, or its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

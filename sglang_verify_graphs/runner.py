@@ -7,12 +7,16 @@ answer is kept on the batch and the second call returns it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from sglang_verify_graphs.buckets import VerifyBucket
+from sglang_verify_graphs.errors import first_line
 from sglang_verify_graphs.gate import BatchFacts, Decision, Phase, VerifyGate
 from sglang_verify_graphs.metrics import Counters
+
+logger = logging.getLogger("sglang_verify_graphs")
 
 _DECISION = "_verify_graphs_decision"
 
@@ -56,7 +60,17 @@ class VerifyGraphRunner:
         runner = self._route(forward_batch)
         bucket = forward_batch.__dict__[_DECISION].bucket
         self._counters.replay(self._phase, bucket, forward_batch.batch_size)
-        return runner.execute(forward_batch, *args, **kwargs)
+        try:
+            return runner.execute(forward_batch, *args, **kwargs)
+        except Exception as error:
+            logger.error(
+                "[verify-graphs] replaying %s failed at draft_steps %d, batch %d (%d requests): "
+                "%s; after a CUDA error this process cannot go on: restart the server without "
+                "this step count (--verify-graph-steps), and report it",
+                self._phase.value, bucket.draft_steps, bucket.batch, forward_batch.batch_size,
+                first_line(error),
+            )  # fmt: skip
+            raise
 
     can_run, replay_prepare, replay = can_run_graph, load_batch, execute
     """What older releases call the same three."""

@@ -27,6 +27,7 @@ class StockRunner:
         self.largest = largest
         self.refuses = refuses
         self.buffers = f"buffers of {draft_steps}"
+        self.raises: Exception | None = None
         self.asked = 0
         self.loaded: list[Batch] = []
         self.executed: list[tuple[Batch, tuple[Any, ...], dict[str, Any]]] = []
@@ -41,6 +42,8 @@ class StockRunner:
         return f"loaded by {self.draft_steps}"
 
     def execute(self, batch: Batch, *args: Any, **kwargs: Any) -> str:
+        if self.raises is not None:
+            raise self.raises
         self.executed.append((batch, args, kwargs))
         return f"run by {self.draft_steps}"
 

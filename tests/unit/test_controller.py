@@ -15,7 +15,7 @@ from sglang_verify_graphs.compat.engine import StepState
 from sglang_verify_graphs.control import COLD_ZERO, MODE, RESUME, STEPS, Mode
 from sglang_verify_graphs.controller import DraftStepsController
 from sglang_verify_graphs.costs import PLAIN_DECODE, CostKey, RoundCosts
-from sglang_verify_graphs.errors import SettingsError
+from sglang_verify_graphs.errors import CaptureError, SettingsError
 from sglang_verify_graphs.policy import (
     NO_PROBE,
     PERIOD,
@@ -131,6 +131,24 @@ def test_a_budget_holds_whatever_was_measured(gb: float) -> None:
 @pytest.mark.parametrize("gb", [0.1, 0.0, -0.3])
 def test_all_widths_without_a_budget(gb: float) -> None:
     assert built(gb, None) == [2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(RuntimeError("CUDA out of memory\nTried to"), "CUDA out of memory;"),
+     (MemoryError(), "MemoryError;")],
+)  # fmt: skip
+def test_a_width_that_cannot_be_captured_is_named(error: Exception, told: str) -> None:
+    engine: Any = Engine()
+
+    def fail(*_: Any) -> Any:
+        raise error
+
+    engine.build_state = fail
+    controller = DraftStepsController(engine, plan_capture([3, 1], 8), FixedSteps(3))
+    with pytest.raises(CaptureError, match=f"^capturing draft_steps 1 .* failed: {told}") as raised:
+        controller.init_states()
+    assert raised.value.__cause__ is error
 
 
 def test_no_width_goes_above_the_configured_one() -> None:

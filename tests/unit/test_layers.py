@@ -25,7 +25,7 @@ ALLOWED = {
     "settings": {"errors", "nccl"},
     "metrics": {"buckets", "gate"},
     "support": set(),
-    "runner": {"buckets", "gate", "metrics"},
+    "runner": {"buckets", "errors", "gate", "metrics"},
     "rounds": set(),
     "nccl.evidence": {"errors"},
     "nccl.log": {"nccl.evidence"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,6 +45,27 @@ class TestRouting:
         batch = Batch(2, 0)
         assert router.runner.can_run_graph(batch)
         assert router.runner.execute(batch) == "run by 0"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError("CUDA error: an illegal memory access\nCompile with ..."), "CUDA error: an"),
+        (MemoryError(), "MemoryError"),
+    ],
+)
+def test_a_replay_that_fails_is_named_and_raised(
+    caplog: pytest.LogCaptureFixture, error: Exception, told: str
+) -> None:
+    router = Router()
+    router.stock[1].raises = error
+    with caplog.at_level(logging.ERROR), pytest.raises(type(error)) as raised:
+        router.forward(Batch(3, 1))
+    assert raised.value is error
+    (line,) = caplog.messages
+    failed = "[verify-graphs] replaying verify failed at draft_steps 1, batch 4 (3 requests): "
+    assert line.startswith(failed + told)
+    assert "\n" not in line
 
 
 class TestOneAnswer:
