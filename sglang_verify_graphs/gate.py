@@ -54,7 +54,7 @@ _ADVICE = {
         "use triton, flashinfer or trtllm_mha, or a newer release"
     ),
     RejectReason.BATCH_ABOVE_LADDER: (
-        "raise --verify-graph-max-batch (stock: --cuda-graph-max-bs-decode) "
+        "raise --verify-graph-max-batch (stock: --cuda-graph-max-bs[-decode]) "
         "or lower --max-running-requests"
     ),
     RejectReason.EXACT_BATCH_MISSING: "remove --disable-cuda-graph-padding",

@@ -54,25 +54,21 @@ def publisher(
 class Publisher:
     """Adds to SGLang's metrics what was counted since the last time."""
 
-    def __init__(
-        self, controller: DraftStepsController, labels: Mapping[str, Any], registry: Any = None
-    ) -> None:
+    def __init__(self, controller: DraftStepsController, labels: Mapping[str, Any]) -> None:
         # Chooses files or memory when it is imported: not before SGLang named the folder.
-        from prometheus_client import REGISTRY, Counter, Gauge
+        from prometheus_client import Counter, Gauge
 
         self._run = controller
         self._labels = labels
-        self._sent: dict[tuple[Any, ...], float] = {}
+        self._sent: dict[tuple[Any, ...], int] = {}
         self._timed: dict[tuple[int, Any], tuple[float, float]] = {}
         self._metrics: dict[str, Any] = {}
         for name, (text, own) in METRICS.items():
-            names, where = [*labels, *own], registry or REGISTRY
+            names = [*labels, *own]
             self._metrics[name] = (
-                Counter(PREFIX + name, text, names, registry=where)
+                Counter(PREFIX + name, text, names)
                 if name.endswith("_total")
-                else Gauge(
-                    PREFIX + name, text, names, registry=where, multiprocess_mode="mostrecent"
-                )
+                else Gauge(PREFIX + name, text, names, multiprocess_mode="mostrecent")
             )
         for one in controller.captured:
             self._series("capture_seconds", one.draft_steps).set(one.seconds)

@@ -74,7 +74,7 @@ def _died(log: ServerLog) -> Iterator[Finding]:
         memory = any("out of memory" in line.text for line in told)
         wide = any("shared logits buffer holds" in line.text for line in told)
         if memory:
-            change = "lower --mem-fraction-static or --cuda-graph-max-bs-decode"
+            change = "lower --mem-fraction-static or --cuda-graph-max-bs[-decode]"
         elif wide and log.arguments.get("speculative_adaptive") == "True":
             change = (
                 "configure the widest candidate as --speculative-num-steps, or install a newer "
